@@ -1,0 +1,29 @@
+"""Every error that a user of Piecework can cause, one class per stage of a forward."""
+
+
+class PieceworkError(Exception):
+    """Base of all errors raised by Piecework."""
+
+
+class ConfigError(PieceworkError, ValueError):
+    """A setting, an argument or an environment variable is not usable; nothing was changed."""
+
+
+class PluginError(PieceworkError):
+    """A plugin can't be loaded, or answered a hook with something that the hook does not allow."""
+
+
+class SplitError(PieceworkError):
+    """The traced graph can't be cut at the splitting ops that were asked for."""
+
+
+class CompileError(PieceworkError):
+    """A model can't be traced as one graph, or a piece can't be compiled."""
+
+
+class TraceDepartureError(PieceworkError):
+    """A call, or the state of the model, departs from what the one trace assumed."""
+
+
+class GradientNotSupported(PieceworkError, RuntimeError):
+    """A backward reached the outputs of a model compiled for inference."""
