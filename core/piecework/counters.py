@@ -44,7 +44,9 @@ class Counters:
         before = {name: getattr(self, name) for name in deltas}
         yield
         risen = {name: getattr(self, name) - start for name, start in before.items()}
-        wrong = [f"{name} rose by {risen[name]}, expected {deltas[name]}" for name in deltas if risen[name] != deltas[name]]
+        wrong = [
+            f"{name} rose by {risen[name]}, expected {deltas[name]}" for name in deltas if risen[name] != deltas[name]
+        ]
         assert not wrong, "; ".join(wrong)
 
 

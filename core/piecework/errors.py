@@ -27,3 +27,11 @@ class TraceDepartureError(PieceworkError):
 
 class GradientNotSupported(PieceworkError, RuntimeError):
     """A backward reached the outputs of a model compiled for inference."""
+
+
+class PieceworkWarning(UserWarning):
+    """Base of all warnings given by Piecework, so that one filter can turn them into errors."""
+
+
+class PluginWarning(PieceworkWarning):
+    """An installed plugin that nobody named can't be used; the others were loaded."""

@@ -1,0 +1,69 @@
+"""What a hook may answer: each answer is checked where it is known whose it is, and noted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from piecework.implementations import Implementation
+from piecework.pieces import CompiledPiece, SplittingOp
+
+_given: ContextVar[list[tuple[Implementation, Any]]] = ContextVar("piecework_answers_given")
+
+
+@contextmanager
+def recording() -> Iterator[list[tuple[Implementation, Any]]]:
+    """Note who answers what during one call of a hook; pluggy tells only the answers."""
+    given: list[tuple[Implementation, Any]] = []
+    token = _given.set(given)
+    try:
+        yield given
+    finally:
+        _given.reset(token)
+
+
+def check_splitting_ops(implementation: Implementation, answer: object) -> Any:
+    """Return the ops of one plugin as a tuple; of a wrapper, the list of all plugins' ops."""
+    allowed = "a list or tuple of SplittingOp or names"
+    if implementation.is_wrapper:
+        if not isinstance(answer, (list, tuple)):
+            raise implementation.refuse(answer, f"a list with {allowed} for each plugin")
+        checked: Any = [_as_splitting_ops(implementation, part, answer, allowed) for part in answer]
+    elif answer is None:
+        return None
+    else:
+        checked = _as_splitting_ops(implementation, answer, answer, allowed)
+    _given.get().append((implementation, checked))
+    return checked
+
+
+def _as_splitting_ops(
+    implementation: Implementation, part: object, answer: object, allowed: str
+) -> tuple[SplittingOp, ...]:
+    if not isinstance(part, (list, tuple)):
+        raise implementation.refuse(answer, allowed)
+    for item in part:
+        if not isinstance(item, (SplittingOp, str)) or not (item if isinstance(item, str) else item.name):
+            raise implementation.refuse(answer, f"{allowed}; {item!r} is neither")
+    return tuple(SplittingOp(item) if isinstance(item, str) else item for item in part)
+
+
+def check_compiled_piece(implementation: Implementation, answer: object) -> CompiledPiece | None:
+    """Return the answer, if it is one that may be given."""
+    if answer is None:
+        return None
+    if not isinstance(answer, CompiledPiece) or not callable(answer.run):
+        raise implementation.refuse(answer, "a CompiledPiece, or None")
+    given = _given.get()
+    if implementation.is_wrapper and not given:
+        raise implementation.refuse(
+            answer, "None where nobody compiled the piece; to compile pieces, implement the hook without wrapper=True"
+        )
+    given.append((implementation, answer))
+    return answer
+
+
+CHECKS = {"piecework_splitting_ops": check_splitting_ops, "piecework_compile_piece": check_compiled_piece}
+"""What becomes of an answer, by hook: returned as its typed form, or refused."""

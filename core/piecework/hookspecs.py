@@ -1,0 +1,122 @@
+"""The hooks of Piecework: this module is their documentation.
+
+A plugin is a module or an object with functions marked ``@piecework.hookimpl``, named by an entry
+point of the group ``piecework``. In the order in which one forward meets the hooks::
+
+    first call of a compiled model, at level 3
+    |-- plugins are loaded             once per process, at the first need
+    |-- trace the model                once
+    |   `-- piecework_splitting_ops    once per traced graph: where to cut
+    |-- split the graph, find the pieces that are alike
+    `-- for each unique piece, and for the general shape and each exact size
+        `-- piecework_compile_piece    once: who compiles it
+    every later call
+    `-- no hook at all
+
+Order. Plugins named in ``PIECEWORK_PLUGINS`` are asked first, in that order, whatever they mark.
+The rest follow: ``tryfirst=True``, then unmarked, then ``trylast=True``, each by name. Wrappers
+(``wrapper=True``) run around all of these, in the same order: the first in the order is entered
+first and left last, so it has the last word. ``python -m piecework plugins`` shows the order. What
+the core does when nobody answers is no plugin, and comes after everything, wrappers included.
+
+An implementation may leave out arguments that it does not need. It may declare a hook that older
+versions of Piecework do not have with ``optionalhook=True``. Old-style ``hookwrapper=True`` is not
+accepted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from piecework.pieces import CompiledPiece, Piece, SplittingOp
+    from piecework.settings import CompilationConfig
+
+hookspec = pluggy.HookspecMarker("piecework")
+hookimpl = pluggy.HookimplMarker("piecework")
+
+
+@hookspec
+def piecework_splitting_ops(config: CompilationConfig) -> Sequence[SplittingOp | str] | None:
+    """Name the ops at which a traced graph is cut.
+
+    Called once per traced graph, before it is split, and not at all when ``config.splitting_ops``
+    says which ops to cut at. All plugins are asked and their answers united, together with the ops
+    of ``set_attention_ops``. Importing the plugin must have registered every op that it names.
+
+    Args:
+        config: the settings of this compilation. Frozen; the core owns it.
+
+    Returns:
+        A list or tuple of ``SplittingOp`` or of names (``"ns::op"``), which the core keeps and does
+        not change. ``None`` or an empty list: this plugin names no op.
+
+    A wrapper receives the list of all answers, one tuple of ``SplittingOp`` for each plugin that
+    gave one, and returns a list of that form.
+
+    Raises:
+        PieceworkError: may be raised, and reaches the caller of the compiled model unchanged.
+            Any other exception does so as a ``PluginError`` that names the plugin.
+
+    Example::
+
+        import torch
+        from piecework import SplittingOp, hookimpl
+
+        @torch.library.custom_op("foo::scale", mutates_args=())
+        def scale(x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @scale.register_fake
+        def _(x: torch.Tensor) -> torch.Tensor:
+            return torch.empty_like(x)
+
+        @hookimpl
+        def piecework_splitting_ops() -> list[SplittingOp]:
+            return [SplittingOp("foo::scale", rows_independent=True)]
+    """
+
+
+@hookspec(firstresult=True)
+def piecework_compile_piece(piece: Piece, config: CompilationConfig) -> CompiledPiece | None:
+    """Compile one piece of a graph.
+
+    Called once per unique piece and shape: the general shape, and each of ``config.compile_sizes``.
+    Every call comes before the first real run of the graph, one after the other, with gradients
+    off. Stops at first non-None result. With ``config.piece_compiler`` set, only that plugin's
+    implementation is called, or none for ``"eager"``; wrappers of every plugin still run.
+
+    Args:
+        piece: what to compile. The core owns it: copy ``piece.graph`` before changing it. Its example
+            inputs are fake; no memory stands behind them.
+        config: the settings of this compilation. Frozen; the core owns it.
+
+    Returns:
+        A ``CompiledPiece``, which the core owns from here on. Its ``run`` must accept every size
+        that ``piece`` stands for and must not keep the tensors that it gets or gives. ``None``: this
+        plugin does not compile the piece, and the next one is asked. When all answer ``None``, the core
+        runs the piece eagerly, or raises a ``CompileError`` where ``config.piece_compiler`` names a plugin.
+
+    A wrapper receives the ``CompiledPiece``, or ``None`` when nobody compiled the piece. It may return
+    another ``CompiledPiece`` or ``None`` in place of one, but nothing other than ``None`` in place of
+    ``None``: a plugin that compiles implements the hook without ``wrapper=True``, so that
+    ``config.piece_compiler`` can choose it.
+
+    Raises:
+        PieceworkError: may be raised, and reaches the caller of the compiled model unchanged.
+            Any other exception does so as a ``PluginError`` that names the plugin and the piece.
+
+    Example::
+
+        from piecework import CompiledPiece, Piece, hookimpl
+
+        @hookimpl
+        def piecework_compile_piece(piece: Piece) -> CompiledPiece | None:
+            if any(node.op == "call_module" for node in piece.graph.graph.nodes):
+                return None
+            return CompiledPiece(piece.graph.forward)
+    """

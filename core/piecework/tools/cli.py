@@ -1,0 +1,74 @@
+"""The command line: ``python -m piecework``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from piecework.errors import PieceworkError
+from piecework.implementations import hook_arguments
+from piecework.plugins import PluginInfo, PluginManager, selection_from_environment
+
+app = typer.Typer(
+    name="piecework",
+    help="Look at what Piecework would do in this environment.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Run the command line; what a user got wrong is told in a line, not in a traceback."""
+    try:
+        app()
+    except PieceworkError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+@app.callback()
+def _commands() -> None:
+    """Keep the commands named, however many there are."""
+
+
+# Commands that live in modules of their own are registered here: app.command("name")(function).
+
+
+@app.command("plugins")
+def plugins_command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print an object with 'plugins' and 'order'.")] = False,
+) -> None:
+    """List the plugins: who is asked in which order, who is blocked, who failed and why."""
+    manager = PluginManager()
+    manager.load(selection=selection_from_environment(), report=False)
+    infos = manager.infos()
+    order = {hook: manager.order(hook) for hook in hook_arguments()}
+    if as_json:
+        print(json.dumps({"plugins": [asdict(info) for info in infos], "order": order}, indent=2))
+        return
+    console = Console()
+    console.print(_table(infos))
+    for hook, names in order.items():
+        console.print(f"{hook}: {', '.join(names) or 'nobody'}", highlight=False, markup=False)
+
+
+def _table(infos: tuple[PluginInfo, ...]) -> Table:
+    table = Table("order", "name", "distribution", "version", "hooks", "state", "load time")
+    for info in infos:
+        table.add_row(
+            "" if info.position is None else str(info.position),
+            info.name,
+            info.distribution or "",
+            info.version or "",
+            "\n".join(info.hooks),
+            info.state if info.cause is None else f"{info.state}: {info.cause}",
+            f"{info.load_s * 1e3:.1f} ms" if info.state != "blocked" else "",
+        )
+    return table

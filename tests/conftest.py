@@ -1,0 +1,30 @@
+"""What every test starts from: no settings of the caller's environment, and nothing left by another test."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from piecework.counters import counters
+from piecework.plugins import reset_plugin_manager
+
+
+@pytest.fixture(autouse=True)
+def fresh_process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in [name for name in os.environ if name.startswith("PIECEWORK_")]:
+        monkeypatch.delenv(name)
+    _reset()
+    yield
+    _reset()
+
+
+def _reset() -> None:
+    reset_plugin_manager()
+    counters.reset()
+    if "torch" in sys.modules:
+        import torch._dynamo
+
+        torch._dynamo.reset()

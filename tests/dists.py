@@ -1,0 +1,68 @@
+"""Tiny distributions in a folder: metadata and a module each, as if installed, and a child to meet them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+COMPILER = """
+import sys
+from piecework.hookspecs import hookimpl
+from piecework.pieces import CompiledPiece
+print("imported", __name__)
+
+@hookimpl
+def piecework_compile_piece(piece):
+    return CompiledPiece(lambda *inputs: inputs)
+"""
+
+
+@dataclass(frozen=True)
+class Dist:
+    """One distribution; its module is called as the plugin, with ``_`` for anything odd."""
+
+    plugin: str
+    source: str = COMPILER
+    name: str = ""
+    target: str = ""
+    version: str = "0.3"
+
+    @property
+    def distribution(self) -> str:
+        return self.name or f"piecework-{self.plugin}"
+
+    @property
+    def module(self) -> str:
+        return f"mod_{self.plugin}".replace("-", "_").replace(".", "_")
+
+
+def make_dists(folder: Path, *dists: Dist) -> Path:
+    """Write the distributions, in the order given, and return the folder for ``sys.path``."""
+    folder.mkdir(exist_ok=True)
+    for dist in dists:
+        (folder / f"{dist.module}.py").write_text(dist.source)
+        info = folder / f"{dist.distribution.replace('-', '_')}-{dist.version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist.distribution}\nVersion: {dist.version}\n")
+        (info / "entry_points.txt").write_text(f"[piecework]\n{dist.plugin} = {dist.target or dist.module}\n")
+    return folder
+
+
+def run_child(code: str, *paths: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a fresh process that sees the core, the given folders and these variables."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PIECEWORK_")}
+    clean["PYTHONPATH"] = os.pathsep.join([str(ROOT / "core"), *map(str, paths)])
+    clean["COLUMNS"] = "200"
+    return subprocess.run(
+        [sys.executable, *(["-c", code] if not code.startswith("-") else code.split())],
+        env={**clean, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
