@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     )
     from piecework.config import CompilationConfig
     from piecework.config_checks import CompilationLevel
-    from piecework.counters import counters
+    from piecework.counting import counters
     from piecework.errors import (
         CompileError,
         ConfigError,
@@ -46,7 +46,7 @@ _HOMES = {
     ),
     "piecework.config": ("CompilationConfig",),
     "piecework.config_checks": ("CompilationLevel",),
-    "piecework.counters": ("counters",),
+    "piecework.counting": ("counters",),
     "piecework.errors": (
         *("CompileError", "ConfigError", "GradientNotSupported", "PieceworkError", "PieceworkWarning", "PluginError"),
         *("SplitError", "TraceDepartureError"),

@@ -15,7 +15,7 @@ from torch import nn
 from piecework.arguments import DynamicDims, dynamic_dims
 from piecework.config import CompilationConfig
 from piecework.config_checks import CompilationLevel
-from piecework.counters import counters
+from piecework.counting import counters
 from piecework.errors import ConfigError, TraceDepartureError
 from piecework.forward import Forward, all_forwards
 from piecework.plugins import reset_plugin_manager

@@ -18,10 +18,10 @@ from torch.fx import Node
 
 from piecework import torch_internals as internals
 from piecework.arguments import Arguments, DynamicDims, describe_call
-from piecework.compile import CompiledUniquePiece, compile_exact, compile_pieces
+from piecework.compilers import CompiledUniquePiece, compile_exact, compile_pieces
 from piecework.config import CompilationConfig
 from piecework.config_checks import CompilationLevel, Size
-from piecework.counters import counters
+from piecework.counting import counters
 from piecework.dedupe import UniquePiece, deduplicate
 from piecework.effects import Effects, find_effects
 from piecework.entry import Entry, make_entry

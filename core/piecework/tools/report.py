@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from piecework.api import forward_of
-from piecework.compile import CompiledUniquePiece
+from piecework.compilers import CompiledUniquePiece
 from piecework.config_checks import CompilationLevel
 from piecework.dedupe import explain_difference
 from piecework.forward import Compiled

@@ -14,7 +14,7 @@ import torch
 
 from piecework import torch_internals as internals
 from piecework.config import CompilationConfig
-from piecework.counters import counters
+from piecework.counting import counters
 from piecework.dedupe import UniquePiece
 from piecework.effects import fresh_fake
 from piecework.errors import CompileError, PieceworkError
