@@ -1,1 +1,1 @@
-"""What stands beside a forward: the command line and its reports."""
+"""What stands beside a forward: the command line and reports."""
