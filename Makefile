@@ -21,7 +21,7 @@ lint: $(STAMP)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(STAMP)
-	$(BIN)/python -m pytest -s -o python_files='bench_*.py' tests/benchmarks
+	for file in tests/benchmarks/bench_*.py; do $(BIN)/python $$file --check || exit 1; done
 
 # torch comes first, so that the distributions find the one that was asked for; all of them in one command,
 # because the plugins need the core and no index has it. The weights come without their dependencies, which
