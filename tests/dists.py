@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import subprocess
 import sys
+import sysconfig
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,13 +57,26 @@ def make_dists(folder: Path, *dists: Dist) -> Path:
     return folder
 
 
+@functools.cache
+def other_packages() -> tuple[Path, tempfile.TemporaryDirectory[str]]:
+    """A folder with links to all installed packages but ours, whose plugins a test must not see by chance."""
+    kept = tempfile.TemporaryDirectory()
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if not re.match(r"(__editable__.*)?piecework|__pycache__|.*\.pth$", path.name):
+            (Path(kept.name) / path.name).symlink_to(path)
+    return Path(kept.name), kept
+
+
 def run_child(code: str, *paths: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a fresh process that sees the core, the given folders and these variables."""
+    """Run Python in a fresh process that sees the core, the given folders and these variables.
+
+    ``code`` is a program, or the options of the interpreter (``-m piecework plugins``).
+    """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PIECEWORK_")}
-    clean["PYTHONPATH"] = os.pathsep.join([str(ROOT / "core"), *map(str, paths)])
+    clean["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT / "core", *paths, other_packages()[0])))
     clean["COLUMNS"] = "200"
     return subprocess.run(
-        [sys.executable, *(["-c", code] if not code.startswith("-") else code.split())],
+        [sys.executable, "-S", *(["-c", code] if not code.startswith("-") else code.split())],
         env={**clean, **environment},
         capture_output=True,
         text=True,

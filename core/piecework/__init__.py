@@ -38,6 +38,11 @@ if TYPE_CHECKING:
     )
     from piecework.tools.report import Report, report
 
+from piecework.hookspecs import hookimpl
+from piecework.pieces import CompiledPiece, Piece, SplittingOp
+
+__all__ = ["CompiledPiece", "Piece", "SplittingOp", "hookimpl"]
+
 __version__ = "0.1.0"
 
 _HOMES = {

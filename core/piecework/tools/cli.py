@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from piecework.errors import PieceworkError
 from piecework.implementations import hook_arguments
@@ -60,7 +60,8 @@ def plugins_command(
 
 
 def _table(infos: tuple[PluginInfo, ...]) -> Table:
-    table = Table("order", "name", "distribution", "version", "hooks", "state", "load time")
+    whole = [Column(title, overflow="fold") for title in ("distribution", "version", "hooks", "state")]
+    table = Table("order", Column("name", no_wrap=True), *whole, "load time")
     for info in infos:
         table.add_row(
             "" if info.position is None else str(info.position),
