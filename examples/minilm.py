@@ -39,7 +39,8 @@ import piecework
 ATTENTION = "minilm_packed"
 SPLITTING_OP = "minilm::packed_attention"
 MAX_TOKENS = 256
-"""Longest sentence that the model was trained for; the rest is cut off, as sentence-transformers does."""
+"""What is longer is cut off, as the model's own settings for sentence-transformers do."""
+QUERIES = ("How do I keep my plants alive?", "Why can't I find this bug?", "What is out there in space?")
 
 
 @dataclass(frozen=True)
@@ -231,3 +232,135 @@ def embed_padded(
 def _batches(tokenizer: Tokenizer, sentences: Sequence[str], batch_size: int) -> Iterator[list[list[int]]]:
     for start in range(0, len(sentences), batch_size):
         yield [encoding.ids for encoding in tokenizer.encode_batch(list(sentences[start : start + batch_size]))]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One row of the tables."""
+
+    name: str
+    embed_all: Callable[[], torch.Tensor]
+    """Embeds all sentences once more, for the measurement."""
+    first_result_s: float
+    """From the first call to its result: all of the start-up."""
+    embeddings: torch.Tensor
+    report: Any = None
+    """What ``piecework.report`` says of a model that was traced once."""
+
+
+def main() -> None:
+    """Start each level, compare, measure, and answer the queries."""
+    parser = argparse.ArgumentParser(description="Embed sentences with all-MiniLM-L6-v2 at each level.")
+    parser.add_argument("--levels", default="0,1,2,3", help="comma-separated (default: %(default)s); 0 always runs")
+    parser.add_argument("--query", action="append", help="look for the nearest sentences of this text; may be repeated")
+    parser.add_argument("--quick", action="store_true", help="a handful of sentences, levels 0 and 3, one round")
+    arguments = parser.parse_args()
+    levels = [0, 3] if arguments.quick else sorted({0, *map(int, arguments.levels.split(","))})
+    sentences = load_sentences()[:: 6 if arguments.quick else 1]
+    console = Console()
+    if "PIECEWORK_LEVEL" in os.environ:
+        console.print(f"PIECEWORK_LEVEL={os.environ['PIECEWORK_LEVEL']} is set and wins: every row runs at that level.")
+
+    columns = TextColumn("{task.description:<32}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console) as progress:
+        with _stage(progress, "load the weights"):
+            encoder, tokenizer = load_encoder()
+            padded = load_bert("sdpa")
+        with _stage(progress, "embed padded, for reference"):
+            reference = _start("eager, padded", embed_padded, padded, tokenizer, sentences)
+        runs = []
+        for level in levels:
+            with _stage(progress, f"level {level}: start, embed"):
+                compiled = compile_encoder(encoder, level)
+                runs.append(_start(f"level {level}", embed, compiled, tokenizer, sentences))
+        sentences_per_s = _measure(progress, [reference, *runs], len(sentences), 1 if arguments.quick else 7)
+
+    console.print(_start_up_table(runs))
+    console.print(_result_table(reference, runs, sentences_per_s))
+    for query in arguments.query or QUERIES:
+        console.print(_neighbour_table(query, embed(compiled, tokenizer, [query]), runs[-1].embeddings, sentences))
+
+
+def load_sentences() -> list[str]:
+    """Read the sentences, of one to some hundred words."""
+    return Path(__file__).with_name("minilm_sentences.txt").read_text(encoding="utf-8").splitlines()
+
+
+@contextmanager
+def _stage(progress: Progress, description: str) -> Iterator[None]:
+    task = progress.add_task(description, total=None)
+    yield
+    progress.update(task, total=1, completed=1)
+
+
+def _start(
+    name: str, embed_with: Callable[..., torch.Tensor], model: Any, tokenizer: Tokenizer, sentences: Sequence[str]
+) -> Run:
+    num_graphs = piecework.counters.num_graphs_seen
+    began = time.perf_counter()
+    embed_with(model, tokenizer, sentences[:2])
+    first_result_s = time.perf_counter() - began
+    is_traced = piecework.counters.num_graphs_seen > num_graphs
+    return Run(
+        name,
+        lambda: embed_with(model, tokenizer, sentences),
+        first_result_s,
+        embed_with(model, tokenizer, sentences),
+        piecework.report(model) if is_traced else None,
+    )
+
+
+def _measure(progress: Progress, runs: Sequence[Run], num_sentences: int, num_rounds: int) -> dict[str, float]:
+    """Give the median sentences per second; the runs take turns, so that a busy moment hits all of them."""
+    task = progress.add_task("measure, in turns", total=num_rounds * len(runs))
+    seconds: dict[str, list[float]] = {run.name: [] for run in runs}
+    for _ in range(num_rounds):
+        for run in runs:
+            began = time.perf_counter()
+            run.embed_all()
+            seconds[run.name].append(time.perf_counter() - began)
+            progress.advance(task)
+    return {name: num_sentences / statistics.median(measured) for name, measured in seconds.items()}
+
+
+STAGES = ("trace", "split", "dedupe", "compile")
+
+
+def _start_up_table(runs: Sequence[Run]) -> Table:
+    table = Table("", "pieces", "unique", *STAGES, "first result", title="Start-up, in seconds")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for run in runs:
+        counts = ["-"] * 2
+        stages = ["-"] * len(STAGES)
+        if run.report is not None:
+            counts = [str(run.report.num_pieces), str(run.report.num_unique_pieces)]
+            stages = [f"{run.report.stage_seconds.get(stage, 0.0):.2f}" for stage in STAGES]
+        table.add_row(run.name, *counts, *stages, f"{run.first_result_s:.2f}")
+    return table
+
+
+def _result_table(reference: Run, runs: Sequence[Run], sentences_per_s: dict[str, float]) -> Table:
+    table = Table("", "from level 0", "from padded", "sentences/s", title="Largest difference, and throughput")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for run in (reference, *runs):
+        differences = [f"{_difference(run, other):.1e}" for other in (runs[0], reference)]
+        table.add_row(run.name, *differences, f"{sentences_per_s[run.name]:.0f}")
+    return table
+
+
+def _difference(run: Run, other: Run) -> float:
+    return (run.embeddings - other.embeddings).abs().max().item()
+
+
+def _neighbour_table(query: str, embedding: torch.Tensor, embeddings: torch.Tensor, sentences: Sequence[str]) -> Table:
+    table = Table("cosine", "sentence", title=query, title_justify="left", min_width=60)
+    scores, indices = (embeddings @ embedding[0]).topk(3)
+    for score, index in zip(scores.tolist(), indices.tolist(), strict=True):
+        table.add_row(f"{score:.3f}", sentences[index])
+    return table
+
+
+if __name__ == "__main__":
+    main()
