@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from tokenizers import Tokenizer
 from torch import nn
-from torch.nn import functional as F
 from transformers import AttentionInterface, BertModel
 
 import piecework
@@ -68,7 +68,6 @@ def packed_sequences(groups: tuple[Group, ...]) -> Iterator[None]:
 torch.library.define(SPLITTING_OP, "(Tensor q, Tensor k, Tensor v, Tensor(a!) out, float scale) -> ()")
 
 
-@torch.library.impl(SPLITTING_OP, "default")
 def packed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, scale: float) -> None:
     """Attend within each sequence.
 
@@ -86,9 +85,12 @@ def packed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: tor
         start, end = end, group.start + group.num_sequences * group.length
         shape = (group.num_sequences, group.length)
         query, key, value = (x[0, :, start:end].unflatten(1, shape).transpose(0, 1) for x in (q, k, v))
-        attended = F.scaled_dot_product_attention(query, key, value, scale=scale)
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
         rows[start:end].unflatten(0, shape).copy_(attended.transpose(1, 2))
     rows[end:].zero_()
+
+
+torch.library.impl(SPLITTING_OP, "default", packed_attention)
 
 
 @torch.library.register_fake(SPLITTING_OP)
@@ -208,7 +210,7 @@ def embed(
         with packed_sequences(packed.groups):
             hidden = encoder(packed.input_ids, packed.position_ids)
         means = torch.segment_reduce(hidden, "mean", lengths=packed.lengths, axis=0)
-        embeddings.append(F.normalize(torch.empty_like(means).index_copy_(0, packed.order, means)))
+        embeddings.append(nn.functional.normalize(torch.empty_like(means).index_copy_(0, packed.order, means)))
     return torch.cat(embeddings)
 
 
@@ -225,7 +227,7 @@ def embed_padded(
         input_ids[mask] = torch.tensor([token for tokens in batch for token in tokens])
         hidden = bert(input_ids=input_ids, attention_mask=mask.long()).last_hidden_state
         sums = (hidden * mask.unsqueeze(-1)).sum(dim=1)
-        embeddings.append(F.normalize(sums / lengths.unsqueeze(1)))
+        embeddings.append(nn.functional.normalize(sums / lengths.unsqueeze(1)))
     return torch.cat(embeddings)
 
 
@@ -239,8 +241,7 @@ class Run:
     """One row of the tables."""
 
     name: str
-    embed_all: Callable[[], torch.Tensor]
-    """Embeds all sentences once more, for the measurement."""
+    embed: Callable[[Sequence[str]], torch.Tensor]
     first_result_s: float
     """From the first call to its result: all of the start-up."""
     embeddings: torch.Tensor
@@ -271,14 +272,13 @@ def main() -> None:
         runs = []
         for level in levels:
             with _stage(progress, f"level {level}: start, embed"):
-                compiled = compile_encoder(encoder, level)
-                runs.append(_start(f"level {level}", embed, compiled, tokenizer, sentences))
-        sentences_per_s = _measure(progress, [reference, *runs], len(sentences), 1 if arguments.quick else 7)
+                runs.append(_start(f"level {level}", embed, compile_encoder(encoder, level), tokenizer, sentences))
+        sentences_per_s = _measure(progress, [reference, *runs], sentences, num_rounds=1 if arguments.quick else 7)
 
     console.print(_start_up_table(runs))
     console.print(_result_table(reference, runs, sentences_per_s))
     for query in arguments.query or QUERIES:
-        console.print(_neighbour_table(query, embed(compiled, tokenizer, [query]), runs[-1].embeddings, sentences))
+        console.print(_neighbour_table(query, runs[-1], sentences))
 
 
 def load_sentences() -> list[str]:
@@ -294,39 +294,35 @@ def _stage(progress: Progress, description: str) -> Iterator[None]:
 
 
 def _start(
-    name: str, embed_with: Callable[..., torch.Tensor], model: Any, tokenizer: Tokenizer, sentences: Sequence[str]
+    name: str, embed_with: Callable[..., torch.Tensor], model: Any, tokenizer: Tokenizer, sentences: list[str]
 ) -> Run:
     num_graphs = piecework.counters.num_graphs_seen
+    embed_by_model = partial(embed_with, model, tokenizer)
     began = time.perf_counter()
-    embed_with(model, tokenizer, sentences[:2])
+    embed_by_model(sentences[:2])
     first_result_s = time.perf_counter() - began
     is_traced = piecework.counters.num_graphs_seen > num_graphs
-    return Run(
-        name,
-        lambda: embed_with(model, tokenizer, sentences),
-        first_result_s,
-        embed_with(model, tokenizer, sentences),
-        piecework.report(model) if is_traced else None,
-    )
+    report = piecework.report(model) if is_traced else None
+    return Run(name, embed_by_model, first_result_s, embed_by_model(sentences), report)
 
 
-def _measure(progress: Progress, runs: Sequence[Run], num_sentences: int, num_rounds: int) -> dict[str, float]:
+def _measure(progress: Progress, runs: list[Run], sentences: list[str], *, num_rounds: int) -> dict[str, float]:
     """Give the median sentences per second; the runs take turns, so that a busy moment hits all of them."""
     task = progress.add_task("measure, in turns", total=num_rounds * len(runs))
     seconds: dict[str, list[float]] = {run.name: [] for run in runs}
     for _ in range(num_rounds):
         for run in runs:
             began = time.perf_counter()
-            run.embed_all()
+            run.embed(sentences)
             seconds[run.name].append(time.perf_counter() - began)
             progress.advance(task)
-    return {name: num_sentences / statistics.median(measured) for name, measured in seconds.items()}
+    return {name: len(sentences) / statistics.median(measured) for name, measured in seconds.items()}
 
 
 STAGES = ("trace", "split", "dedupe", "compile")
 
 
-def _start_up_table(runs: Sequence[Run]) -> Table:
+def _start_up_table(runs: list[Run]) -> Table:
     table = Table("", "pieces", "unique", *STAGES, "first result", title="Start-up, in seconds")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -340,7 +336,7 @@ def _start_up_table(runs: Sequence[Run]) -> Table:
     return table
 
 
-def _result_table(reference: Run, runs: Sequence[Run], sentences_per_s: dict[str, float]) -> Table:
+def _result_table(reference: Run, runs: list[Run], sentences_per_s: dict[str, float]) -> Table:
     table = Table("", "from level 0", "from padded", "sentences/s", title="Largest difference, and throughput")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -354,9 +350,9 @@ def _difference(run: Run, other: Run) -> float:
     return (run.embeddings - other.embeddings).abs().max().item()
 
 
-def _neighbour_table(query: str, embedding: torch.Tensor, embeddings: torch.Tensor, sentences: Sequence[str]) -> Table:
+def _neighbour_table(query: str, run: Run, sentences: list[str]) -> Table:
     table = Table("cosine", "sentence", title=query, title_justify="left", min_width=60)
-    scores, indices = (embeddings @ embedding[0]).topk(3)
+    scores, indices = (run.embeddings @ run.embed([query])[0]).topk(3)
     for score, index in zip(scores.tolist(), indices.tolist(), strict=True):
         table.add_row(f"{score:.3f}", sentences[index])
     return table

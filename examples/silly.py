@@ -4,10 +4,10 @@ Only the environment decides what happens: ``PIECEWORK_LEVEL=0`` (the default) r
 piece by piece. The result is the same.
 """
 
-import piecework_silly_attention  # noqa: F401  (registers silly::attention)
 import torch
 from torch import nn
 
+import piecework_silly_attention  # noqa: F401  (registers silly::attention)
 from piecework import counters, set_attention_ops, set_compile_context, support_torch_compile
 
 set_attention_ops(["silly.attention"])

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import piecework
 
@@ -22,11 +21,13 @@ NORM_EPS = 1e-6
 torch.library.define("toy::attention", "(Tensor q, Tensor k, Tensor v, Tensor(a!) out) -> ()")
 
 
-@torch.library.impl("toy::attention", "default")
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
     """Write ``q + k + v`` into ``out``."""
     torch.add(q, k, out=out)
     out += v
+
+
+torch.library.impl("toy::attention", "default", attention)
 
 
 @torch.library.register_fake("toy::attention")
@@ -62,7 +63,7 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(nn.functional.silu(gate) * up)
 
 
 class Layer(nn.Module):

@@ -51,7 +51,8 @@ def load_minilm() -> ModuleType:
     """Import ``examples/minilm.py``, which is no package."""
     path = Path(__file__).parents[2] / "examples" / "minilm.py"
     spec = importlib.util.spec_from_file_location("minilm", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["minilm"] = module
     spec.loader.exec_module(module)
@@ -132,11 +133,11 @@ def failures(results: Sequence[Result]) -> list[str]:
 def main() -> None:
     """Measure, print, and check if asked to."""
     parser = argparse.ArgumentParser(description="MiniLM's throughput on sentences of mixed lengths.")
-    parser.add_argument("--levels", default="0,2,3", help="comma-separated levels on packed rows (default: %(default)s)")
+    parser.add_argument("--levels", default="0,2,3", help="of the packed rows (default: %(default)s)")
     parser.add_argument("--sentences", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the results to this file")
-    parser.add_argument("--check", action="store_true", help="fail if level 3 is slower than a padded way, or recompiles")
+    parser.add_argument("--check", action="store_true", help="fail if level 3 is slower than padded, or recompiles")
     arguments = parser.parse_args()
     if "PIECEWORK_LEVEL" in os.environ:
         parser.error("PIECEWORK_LEVEL would win over the levels that are compared: unset it")
