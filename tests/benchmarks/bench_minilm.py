@@ -136,6 +136,9 @@ def main() -> None:
     parser.add_argument("--levels", default="0,2,3", help="of the packed rows (default: %(default)s)")
     parser.add_argument("--sentences", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--threads", type=int, help="1 is steadier where other work shares the cores (default: torch's)"
+    )
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--check", action="store_true", help="fail if level 3 is slower than padded, or recompiles")
     arguments = parser.parse_args()
@@ -145,12 +148,19 @@ def main() -> None:
     if arguments.check and 3 not in levels:
         parser.error("--check needs level 3 among --levels")
 
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     results = measure(levels, num_sentences=arguments.sentences, num_rounds=arguments.rounds)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {arguments.sentences} sentences, fp32")
     print_table(results)
     if arguments.json:
-        machine = {"torch": torch.__version__, "piecework": piecework.__version__, "machine": platform.machine()}
-        arguments.json.write_text(json.dumps({**machine, "results": [asdict(r) for r in results]}, indent=2) + "\n")
+        setting = {
+            "torch": torch.__version__,
+            "piecework": piecework.__version__,
+            "machine": platform.machine(),
+            "threads": torch.get_num_threads(),
+        }
+        arguments.json.write_text(json.dumps({**setting, "results": [asdict(r) for r in results]}, indent=2) + "\n")
     if arguments.check and (wrong := failures(results)):
         sys.exit("\n".join(wrong))
 
