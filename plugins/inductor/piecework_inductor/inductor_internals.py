@@ -21,11 +21,16 @@ is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 def compile_graph(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], config: dict[str, Any]) -> Any:
     """Compile a graph for its own example inputs, which may be symbolic.
 
-    Graphs of the device are the core's business, so Inductor makes none of its own.
+    Graphs of the device are the core's business, so Inductor makes none of its own. Inputs that
+    require gradients would have it compile a backward, with gradients off too where Dynamo calls.
     """
+    inputs = [
+        example.detach() if isinstance(example, torch.Tensor) and example.requires_grad else example
+        for example in example_inputs
+    ]
     return standalone_compile(
         graph,
-        list(example_inputs),
+        inputs,
         dynamic_shapes="from_graph",
         options={"config_patches": {**config, "triton.cudagraphs": False}},
     )
