@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from piecework.counters import counters
+from piecework.counting import counters
 from piecework.plugins import reset_plugin_manager
 
 

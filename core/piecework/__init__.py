@@ -1,4 +1,42 @@
-"""Compile a PyTorch model piece by piece."""
+"""Compile a PyTorch model piece by piece.
+
+Importing this package is quick: torch and its compiler are imported when a name that needs them is used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from piecework.api import (
+        compile,
+        ignore_torch_compile,
+        release,
+        reset,
+        support_torch_compile,
+        verify_assumptions,
+    )
+    from piecework.config import CompilationConfig
+    from piecework.config_checks import CompilationLevel
+    from piecework.counting import counters
+    from piecework.errors import (
+        CompileError,
+        ConfigError,
+        GradientNotSupported,
+        PieceworkError,
+        PieceworkWarning,
+        PluginError,
+        SplitError,
+        TraceDepartureError,
+    )
+    from piecework.hookspecs import hookimpl
+    from piecework.pieces import CompiledPiece, InputKind, Piece, SplittingOp
+    from piecework.process_settings import (
+        set_attention_ops,
+        set_compilation_config,
+        set_compile_context,
+        set_torch_compile_backend,
+    )
+    from piecework.tools.report import Report, report
 
 from piecework.hookspecs import hookimpl
 from piecework.pieces import CompiledPiece, Piece, SplittingOp
@@ -6,3 +44,66 @@ from piecework.pieces import CompiledPiece, Piece, SplittingOp
 __all__ = ["CompiledPiece", "Piece", "SplittingOp", "hookimpl"]
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "piecework.api": (
+        *("compile", "ignore_torch_compile", "release", "reset", "support_torch_compile", "verify_assumptions"),
+    ),
+    "piecework.config": ("CompilationConfig",),
+    "piecework.config_checks": ("CompilationLevel",),
+    "piecework.counting": ("counters",),
+    "piecework.errors": (
+        *("CompileError", "ConfigError", "GradientNotSupported", "PieceworkError", "PieceworkWarning", "PluginError"),
+        *("SplitError", "TraceDepartureError"),
+    ),
+    "piecework.hookspecs": ("hookimpl",),
+    "piecework.pieces": ("CompiledPiece", "InputKind", "Piece", "SplittingOp"),
+    "piecework.process_settings": (
+        *("set_attention_ops", "set_compilation_config", "set_compile_context", "set_torch_compile_backend"),
+    ),
+    "piecework.tools.report": ("Report", "report"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [  # noqa: RUF022 - grouped as in the documents
+    "CompilationConfig",
+    "CompilationLevel",
+    "CompileError",
+    "CompiledPiece",
+    "ConfigError",
+    "GradientNotSupported",
+    "InputKind",
+    "Piece",
+    "PieceworkError",
+    "PieceworkWarning",
+    "PluginError",
+    "Report",
+    "SplitError",
+    "SplittingOp",
+    "TraceDepartureError",
+    "compile",
+    "counters",
+    "hookimpl",
+    "ignore_torch_compile",
+    "release",
+    "report",
+    "reset",
+    "set_attention_ops",
+    "set_compilation_config",
+    "set_compile_context",
+    "set_torch_compile_backend",
+    "support_torch_compile",
+    "verify_assumptions",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

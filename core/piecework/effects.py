@@ -1,0 +1,207 @@
+"""What each node of a traced graph writes to and which nodes share memory, found by running it on fakes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Interpreter, Node
+
+from piecework import torch_internals as internals
+from piecework.errors import CompileError
+
+ALLOCATIONS = frozenset(
+    f"aten::{name}"
+    for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+)
+_OPERATOR_NAMES = {"iadd": "add_", "isub": "sub_", "imul": "mul_", "itruediv": "div_", "truediv": "div"}
+
+
+@dataclass
+class Effects:
+    """Facts about every node of one graph.
+
+    Attributes:
+        values: what the node gives, with fake tensors in place of tensors.
+        storages: the storages of the tensors that it gives, in order.
+        written: the storages that the node writes to.
+        aliased: for a node whose result shares memory with one of its arguments: that argument.
+        identical: the nodes whose result is that argument, as with ops that work in place.
+    """
+
+    values: dict[Node, Any] = field(default_factory=dict)
+    storages: dict[Node, tuple[int | None, ...]] = field(default_factory=dict)
+    written: dict[Node, frozenset[int]] = field(default_factory=dict)
+    aliased: dict[Node, Node] = field(default_factory=dict)
+    identical: set[Node] = field(default_factory=set)
+
+    def is_scalar(self, node: Node) -> bool:
+        """Whether a node gives a number that follows from sizes alone."""
+        return internals.is_known_number(self.values[node])
+
+    def is_view(self, node: Node) -> bool:
+        """Whether a node gives another look at an argument of its, and does nothing else."""
+        return node in self.aliased and not self.written[node]
+
+    def is_allocation(self, node: Node) -> bool:
+        """Whether a node gives memory that nothing has been written to."""
+        return node.op in ("call_function", "call_method") and aten_name(node) in ALLOCATIONS
+
+
+def find_effects(graph: torch.fx.GraphModule, fake_mode: internals.FakeTensorMode) -> Effects:
+    """Run a traced graph once on fresh fake inputs, and note what each node does.
+
+    Raises:
+        CompileError: a node changes the shape of one of its arguments in place.
+    """
+    finder = _Finder(graph)
+    examples = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+    with fake_mode, torch.no_grad():
+        finder.run(*[fresh_fake(example) for example in examples])
+    return finder.effects
+
+
+def fresh_fake(example: Any) -> Any:
+    """Return a fake tensor like another, with a storage of its own; called under a fake mode."""
+    if type(example) not in (internals.FakeTensor, torch.nn.Parameter):
+        return example
+    made = torch.empty_strided(example.size(), example.stride(), dtype=example.dtype, device=example.device)
+    return torch.nn.Parameter(made, example.requires_grad) if isinstance(example, torch.nn.Parameter) else made
+
+
+class _Finder(Interpreter):
+    def __init__(self, graph: torch.fx.GraphModule) -> None:
+        super().__init__(graph, garbage_collect_values=False)
+        self.effects = Effects()
+
+    def run_node(self, n: Node) -> Any:
+        given = {arg: tensors_in(self.env[arg]) for arg in n.all_input_nodes}
+        before = {id(t): (t._version, t.size(), t.stride()) for ts in given.values() for t in ts}
+        result = super().run_node(n)
+        written = set(self.declared_writes(n, given))
+        for tensors in given.values():
+            for tensor in tensors:
+                version, size, stride = before[id(tensor)]
+                if tensor.size() != size or tensor.stride() != stride:
+                    raise CompileError(
+                        f"{n.format_node()} changes the shape of a tensor in place, which the parts of a split graph "
+                        f"would not agree on; use the form that returns a new tensor{line_of(n)}"
+                    )
+                if tensor._version != version and (key := internals.storage_key(tensor)) is not None:
+                    written.add(key)
+        self.effects.values[n] = result
+        self.effects.written[n] = frozenset(written)
+        self.effects.storages[n] = tuple(internals.storage_key(tensor) for tensor in tensors_in(result))
+        self.note_alias(n, result, given)
+        return result
+
+    def declared_writes(self, node: Node, given: dict[Node, list[torch.Tensor]]) -> Iterator[int]:
+        """Yield the storages that an op says it writes to; not every op raises version counters."""
+        if node.op != "call_function":
+            return
+        if getattr(node.target, "__name__", "") == "triton_kernel_wrapper_mutation":
+            yield from (key for ts in given.values() for t in ts if (key := internals.storage_key(t)) is not None)
+            return
+        schema = schema_of(node, *self.fetch_args_kwargs_from_env(node))
+        if schema is None:
+            return
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        for position, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
+                yield from (key for t in tensors_in(value) if (key := internals.storage_key(t)) is not None)
+
+    def note_alias(self, node: Node, result: Any, given: dict[Node, list[torch.Tensor]]) -> None:
+        keys = set(self.effects.storages[node]) - {None}
+        if node.op not in ("call_function", "call_method") or not keys:
+            return
+        sharing = [
+            (arg, tensor)
+            for arg, tensors in given.items()
+            for tensor in tensors
+            if internals.storage_key(tensor) in keys
+        ]
+        if node.target is operator.getitem and not isinstance(self.env[node.args[0]], torch.Tensor):  # pyright: ignore[reportArgumentType]
+            # An item of an op with several results is what the op gave, be it fresh or a view.
+            parent = node.args[0]
+            assert isinstance(parent, Node)
+            if parent in self.effects.aliased:
+                self.effects.aliased[node] = parent
+            return
+        if keys <= {internals.storage_key(tensor) for _, tensor in sharing}:
+            same = [arg for arg, tensor in sharing if tensor is result]
+            self.effects.aliased[node] = (same or [sharing[0][0]])[0]
+            if same:
+                self.effects.identical.add(node)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return all tensors in a nest of tuples, lists and dicts."""
+    return [leaf for leaf in internals.pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def line_of(node: Node) -> str:
+    """Return in words the line of the user's that a node comes from."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = [line.strip() for line in trace.splitlines() if line.strip()]
+    if not lines:
+        return ""
+    places = [(i, line) for i, line in enumerate(lines) if line.startswith("File ")]
+    position, place = places[-1] if places else (0, lines[0])
+    code = lines[position + 1] if position + 1 < len(lines) else ""
+    return f' ({place.removeprefix("File ")}: "{code}")'
+
+
+# --- names of ops -----------------------------------------------------------------------------
+
+
+def schema_of(node: Node, args: Any, kwargs: Any) -> torch.FunctionSchema | None:
+    """Return the schema of the op that a node calls, if it calls one."""
+    overload = overload_of(node, args, kwargs)
+    return None if overload is None else overload._schema
+
+
+def overload_of(node: Node, args: Any, kwargs: Any) -> torch._ops.OpOverload | None:
+    """Return the overload that a node calls; a packet picks it by its arguments."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target
+    if isinstance(node.target, torch._ops.OpOverloadPacket):
+        names = node.target.overloads()
+        name = names[0] if len(names) == 1 else internals.called_overload(node.target, args, kwargs)
+        return getattr(node.target, name or "default")
+    return None
+
+
+def op_name(node: Node) -> str | None:
+    """Return ``"ns::op"`` for whatever form of an op a node calls, or None."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target.name().partition(".")[0]
+    if isinstance(node.target, torch._ops.OpOverloadPacket):
+        return node.target._qualified_op_name
+    return aten_name(node)
+
+
+def aten_name(node: Node) -> str | None:
+    """Return the ATen name of a torch function, method, operator or op, or None."""
+    if node.op == "call_method":
+        return _known_aten(str(node.target))
+    if node.op != "call_function":
+        return None
+    target: Any = node.target
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        name = target.name().partition(".")[0] if isinstance(target, torch._ops.OpOverload) else target._qualified_op_name
+        return name if name.startswith("aten::") else None
+    builtin = internals.builtin_name(target)
+    if builtin is not None:
+        return builtin
+    name, module = getattr(target, "__name__", ""), getattr(target, "__module__", "") or ""
+    if module in ("_operator", "operator"):
+        return _known_aten(_OPERATOR_NAMES.get(name, name))
+    return _known_aten(name) if module.split(".")[0] == "torch" else None
+
+
+def _known_aten(name: str) -> str | None:
+    return f"aten::{name}" if name.isidentifier() and hasattr(torch.ops.aten, name) else None

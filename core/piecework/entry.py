@@ -1,0 +1,447 @@
+"""Generate the function that a call enters: checks, the size, the run, and the caller's result.
+
+It has the signature of the forward, so that Python itself binds the arguments; what differs from
+the traced call leaves through ``depart``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import linecache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+
+from piecework import torch_internals as internals
+from piecework.arguments import Arguments, ConstantSpec, ContainerSpec, Spec, TensorSpec
+from piecework.errors import GradientNotSupported
+from piecework.run import size_variable
+from piecework.state import BoundState
+from piecework.trace import Relation, Trace
+
+MAX_CHECK_VARIANTS = 8
+
+
+@dataclass
+class Entry:
+    """The generated function, and the source it was made from."""
+
+    function: Callable[..., Any]
+    source: str
+    namespace: dict[str, Any]
+
+
+def make_entry(
+    trace: Trace,
+    state: BoundState,
+    run: Callable[..., Any],
+    exact_runs: dict[Any, Callable[..., Any]],
+    fallback: tuple[Callable[..., Any], Sequence[Relation]] | None,
+    *,
+    takes_self: bool,
+    original: Callable[..., Any],
+    used_tensors: Sequence[int],
+    written_tensors: Sequence[int],
+    depart: Callable[..., Any],
+    run_empty: Callable[..., Any],
+    owner: str,
+) -> Entry:
+    """Generate the entry of a traced forward.
+
+    Args:
+        trace: form of the call, relations between sizes, form of the result.
+        state: the model's state that the run is bound to.
+        run: called as ``run(*used tensors, *sizes)``; returns the graph's outputs.
+        exact_runs: the same for exact sizes; keyed by the size, a tuple where there are several dims.
+        fallback: what runs, uncompiled, where one of the relations that compiled code needs does not hold.
+        takes_self: the function is the ``__call__`` of a module.
+        original: called instead while another trace passes through.
+        used_tensors: positions of the tensor arguments that ``run`` takes.
+        written_tensors: positions of the tensor arguments that the graph writes to.
+        depart: called as ``depart(problem, args, kwargs)`` when a call departs from the trace.
+        run_empty: called as ``run_empty(args, kwargs)`` when a dim is zero.
+        owner: name of the model, for tracebacks.
+    """
+    checks = TensorChecks(trace.arguments)
+    namespace: dict[str, Any] = {
+        "_pw_run": run,
+        "_pw_exact": exact_runs,
+        "_pw_uncompiled": fallback[0] if fallback is not None else None,
+        "_pw_is_compiling": torch.compiler.is_compiling,
+        "_pw_original": original,
+        "_pw_depart": depart,
+        "_pw_empty": run_empty,
+        "_pw_watch": state.watch,
+        "_pw_settle": state.settle,
+        "_pw_windows": state.windows,
+        "_pw_pointer": torch.Tensor.data_ptr,
+        "_pw_grad_enabled": torch.is_grad_enabled,
+        "_pw_without_gradients": _without_gradients,
+        "_pw_state": state,
+        "_pw_overlap": overlap,
+        "_pw_explain": checks.explain,
+        "_pw_autocast": autocast_state,
+        **trace.outputs.constants,
+    }
+    checks.attach(namespace)
+    needed = fallback[1] if fallback is not None else ()
+    source = _Generator(trace, state, namespace, takes_self, needed, used_tensors, written_tensors).source()
+    filename = f"<piecework entry of {owner}>"
+    exec(compile(source, filename, "exec"), namespace)
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    return Entry(namespace["forward"], source, namespace)
+
+
+@dataclass
+class _Generator:
+    trace: Trace
+    state: BoundState
+    namespace: dict[str, Any]
+    takes_self: bool
+    needed_by_code: Sequence[Relation]
+    used_tensors: Sequence[int]
+    written_tensors: Sequence[int]
+    lines: list[str] = field(default_factory=list)
+
+    def source(self) -> str:
+        arguments = self.trace.arguments
+        self.leave = f"({self.positional()}), dict({self.by_keyword()})"
+        call = f"{self.positional()} {self.by_keyword()}"
+        self.lines += ["if _pw_is_compiling():", f"    return _pw_original({call})"]
+        self.check_form()
+        self.read_sizes()
+        self.check_relations()
+        self.check_overlap()
+        self.check_state()
+        self.run()
+        parameters = "_pw_self, " * self.takes_self + _parameters_text(arguments.signature, self.namespace)
+        body = "\n".join(f"    {line}" for line in self.lines)
+        return f"def forward({parameters}):\n{body}\n"
+
+    def positional(self) -> str:
+        """Return source for the arguments to hand on by position, as at the first call."""
+        names = []
+        for i, p in enumerate(self.trace.arguments.signature.parameters.values()):
+            if p.kind is p.VAR_POSITIONAL:
+                names.append(f"*{p.name},")
+            elif p.kind is p.POSITIONAL_ONLY or p.kind is p.POSITIONAL_OR_KEYWORD and self.by_position(i):
+                names.append(f"{p.name},")
+        return " ".join(names)
+
+    def by_position(self, index: int) -> bool:
+        parameters = list(self.trace.arguments.signature.parameters.values())
+        has_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        return has_more or index < self.trace.arguments.num_positional
+
+    def by_keyword(self) -> str:
+        """Return source for the rest; an argument at its default is left out, as the caller may have done."""
+        items = []
+        for i, p in enumerate(self.trace.arguments.signature.parameters.values()):
+            if p.kind is p.VAR_KEYWORD:
+                items.append(f"**{p.name}")
+            elif p.kind is p.KEYWORD_ONLY or p.kind is p.POSITIONAL_OR_KEYWORD and not self.by_position(i):
+                if p.default is p.empty:
+                    items.append(f"{p.name}={p.name}")
+                else:
+                    default = f"_pw_default_{p.name}"
+                    items.append(f"**({{}} if {p.name} is {default} else {{'{p.name}': {p.name}}})")
+        return ", ".join(items)
+
+    def check_form(self) -> None:
+        conditions = [text for spec in self.trace.arguments.specs.values() for text in self.conditions(spec)]
+        tensors = ", ".join(spec.path for spec in self.trace.arguments.tensors)
+        conditions.append(f"_pw_check({tensors})")
+        if checked := autocast_state():
+            self.namespace["_pw_traced_autocast"] = checked
+            conditions.append("_pw_autocast() == _pw_traced_autocast")
+        values = "".join(f"{name}, " for name in self.trace.arguments.specs)
+        self.lines += [
+            f"if not ({' and '.join(conditions)}):",
+            f"    _pw_problem = _pw_explain(({values}))",
+            "    if _pw_problem is not None:",
+            f"        return _pw_depart(_pw_problem, {self.leave})",
+        ]
+
+    def conditions(self, spec: Spec) -> list[str]:
+        if isinstance(spec, TensorSpec):
+            return []
+        if isinstance(spec, ConstantSpec):
+            return [self.constant_condition(spec)]
+        kind = self.constant(spec.kind)
+        if isinstance(spec, ContainerSpec) and issubclass(spec.kind, dict):
+            own = [f"type({spec.path}) is {kind}", f"tuple({spec.path}) == {self.constant(spec.keys)}"]
+        elif issubclass(spec.kind, (tuple, list)):
+            own = [f"type({spec.path}) is {kind}", f"len({spec.path}) == {len(spec.keys)}"]
+        else:
+            own = [f"type({spec.path}) is {kind}"]
+        return own + [text for child in spec.children for text in self.conditions(child)]
+
+    def constant_condition(self, spec: ConstantSpec) -> str:
+        value = spec.value
+        if value is None or isinstance(value, bool):
+            return f"{spec.path} is {value!r}"
+        if type(value) in (int, str, float):
+            return f"type({spec.path}) is {type(value).__name__} and {spec.path} == {self.constant(value)}"
+        return f"{self.constant(spec.mismatch)}({spec.path}) is None"
+
+    def constant(self, value: Any) -> str:
+        name = f"_pw_k{len(self.namespace)}"
+        self.namespace[name] = value
+        return name
+
+    def read_sizes(self) -> None:
+        dims = list(self.trace.arguments.sizes)
+        self.sizes = {dim: size_variable(i) for i, dim in enumerate(dims)}
+        seen: dict[str, str] = {}
+        self.equalities: list[tuple[str, str]] = []
+        for spec in self.trace.arguments.tensors:
+            for position, dim in enumerate(spec.dims):
+                if not isinstance(dim, str):
+                    continue
+                read = f"{spec.path}.size({position})"
+                if dim in seen:
+                    text = f"dim {dim!r} is {{}} in argument {seen[dim]} but {{}} in argument {spec.path}"
+                    self.equalities.append((f"{read} == {self.sizes[dim]}", f"{text!r}.format({self.sizes[dim]}, {read})"))
+                else:
+                    seen[dim] = spec.path
+                    self.lines.append(f"{self.sizes[dim]} = {read}")
+        self.lines += [f"if not ({' and '.join(self.sizes.values())}):", f"    return _pw_empty({self.leave})"]
+
+    def check_relations(self) -> None:
+        for condition, problem in self.equalities:
+            self.lines += [f"if not {condition}:", f"    return _pw_depart({problem}, {self.leave})"]
+        for spec in self.trace.arguments.tensors:
+            if (condition := _layout_condition(spec, self.sizes)) is not None:
+                values = "".join(f"{name}, " for name in self.trace.arguments.specs)
+                self.lines += [
+                    f"if not {condition} and (_pw_problem := _pw_explain(({values}))) is not None:",
+                    f"    return _pw_depart(_pw_problem, {self.leave})",
+                ]
+        for relation in self.trace.relations:
+            self.check_relation(relation)
+
+    def check_relation(self, relation: Relation) -> None:
+        condition = self.relation_text(relation)
+        sizes = ", ".join(f"{dim} = {{}}" for dim in self.sizes)
+        text = f"the trace holds for {_escaped(relation.describe())}; this call has {sizes}"
+        self.lines += [
+            f"if not ({condition}):",
+            f"    return _pw_depart({text!r}.format({', '.join(self.sizes.values())}), {self.leave})",
+        ]
+
+    def relation_text(self, relation: Relation) -> str:
+        dims = {dim: sympy.Symbol(dim, integer=True, positive=True) for dim in self.sizes}
+        variables = {dims[dim]: sympy.Symbol(name, integer=True, positive=True) for dim, name in self.sizes.items()}
+        return internals.print_expression(relation.expression.xreplace(variables))
+
+    def check_overlap(self) -> None:
+        paths = [spec.path for spec in self.trace.arguments.tensors]
+        for written in self.written_tensors:
+            for other, path in enumerate(paths):
+                if other != written and (other not in self.written_tensors or other > written):
+                    text = (
+                        f"arguments {paths[written]} and {path} share memory, and the model writes to "
+                        f"{paths[written]}; they were traced as separate"
+                    )
+                    self.lines += [
+                        f"if _pw_overlap({paths[written]}, {path}):",
+                        f"    return _pw_depart({text!r}, {self.leave})",
+                    ]
+
+    def check_state(self) -> None:
+        changed = "_pw_watch.changed"
+        if self.state.bindings:
+            self.lines.append("_pw_tensors, _pw_addresses = next(_pw_windows)")
+            changed += " or [*map(_pw_pointer, _pw_tensors)] != _pw_addresses"
+        self.lines += [
+            f"if {changed}:",
+            "    _pw_problem = _pw_settle()",
+            "    if _pw_problem is not None:",
+            f"        return _pw_depart(_pw_problem, {self.leave})",
+        ]
+
+    def run(self) -> None:
+        sizes = list(self.sizes.values())
+        tensors = self.trace.arguments.tensors
+        given = ", ".join([*(tensors[i].path for i in self.used_tensors), *sizes])
+        run = "_pw_run"
+        if self.needed_by_code:
+            holds = " and ".join(f"({self.relation_text(relation)})" for relation in self.needed_by_code)
+            run = f"(_pw_run if {holds} else _pw_uncompiled)"
+        if self.namespace["_pw_exact"]:
+            key = sizes[0] if len(sizes) == 1 else f"({', '.join(sizes)})"
+            run = f"(_pw_exact.get({key}) or {run})"
+        self.lines += [
+            "if _pw_grad_enabled():",
+            f"    _pw_o = _pw_without_gradients({run}, _pw_state, ({given},))",
+            "else:",
+            f"    _pw_o = {run}({given})",
+            f"return {self.trace.outputs.text}",
+        ]
+
+
+def _escaped(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+def _layout_condition(spec: TensorSpec, sizes: dict[str, str]) -> str | None:
+    """Return the check of strides that depend on a size that varies; torch's own check leaves them out."""
+    if None not in _checked_strides(spec):
+        return None
+    if spec.dense_order == tuple(range(len(spec.dims))):
+        return f"{spec.path}.is_contiguous()"
+    strides = []
+    for dim in range(len(spec.dims)):
+        assert spec.dense_order is not None
+        inner = spec.dense_order[spec.dense_order.index(dim) + 1 :]
+        strides.append(" * ".join(str(sizes.get(str(spec.dims[i]), spec.dims[i])) for i in inner) or "1")
+    return f"{spec.path}.stride() == ({', '.join(strides)},)"
+
+
+def _checked_strides(spec: TensorSpec) -> list[int | None]:
+    """Return the strides that do not depend on a size that varies; None for the others."""
+    if spec.dense_order is None:
+        return list(spec.strides)
+    strides: list[int | None] = [None] * len(spec.dims)
+    step: int | None = 1
+    for dim in reversed(spec.dense_order):
+        strides[dim] = step
+        size = spec.dims[dim]
+        step = step * max(size, 1) if step is not None and isinstance(size, int) else None
+    return strides
+
+
+class TensorChecks:
+    """Checks tensors by torch's compiled guards; a no is asked again in Python, which decides.
+
+    The compiled guards also say no to what is harmless here (a tensor made under inference mode,
+    one row with other strides); once found harmless, such a form has a guard of its own.
+    """
+
+    def __init__(self, arguments: Arguments) -> None:
+        self.arguments = arguments
+        self.autocast = autocast_state()
+        self.variants: list[Callable[..., bool]] = []
+        self.namespace: dict[str, Any] = {}
+
+    def attach(self, namespace: dict[str, Any]) -> None:
+        """Put the check that is tried first into the namespace of an entry."""
+        self.namespace = namespace
+        namespace["_pw_check"] = lambda *_: False
+
+    def explain(self, values: Sequence[Any]) -> str | None:
+        """Return how the values differ from the traced ones; None, and a new variant, if they don't."""
+        now = autocast_state()
+        if now != self.autocast:
+            return f"autocast was {dict(self.autocast) or 'off'} when traced, now it is {dict(now) or 'off'}"
+        problem = self.arguments.explain(values)
+        if problem is None:
+            scope = dict(zip(self.arguments.specs, values, strict=True))
+            tensors = [eval(spec.path, scope) for spec in self.arguments.tensors]  # noqa: S307 - paths of our own
+            self.learn(tensors)
+        return problem
+
+    def learn(self, tensors: Sequence[torch.Tensor]) -> None:
+        check = next((variant for variant in self.variants if variant(*tensors)), None)
+        specs = self.arguments.tensors
+        strides = [_checked_strides(spec) for spec in specs]
+        if any(
+            step is not None and step != tensor.stride(dim)
+            for steps, tensor in zip(strides, tensors, strict=True)
+            for dim, step in enumerate(steps)
+        ):
+            return  # a single row may have any stride: nothing to learn for other sizes
+        if check is None:
+            sizes = [[size if isinstance(size, int) else None for size in spec.dims] for spec in specs]
+            check = internals.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+            self.variants = [check, *self.variants[: MAX_CHECK_VARIANTS - 1]]
+        self.namespace["_pw_check"] = check
+
+
+def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
+    """Return the device kinds for which autocast is on, each with its dtype."""
+    kinds = ("cpu", "cuda", "xpu", "mps")
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the address ranges of two tensors meet."""
+    if a is b:
+        return True
+    if a.device != b.device or not a.numel() or not b.numel():
+        return False
+    start_a, start_b = a.data_ptr(), b.data_ptr()
+    return start_a < start_b + _span(b) and start_b < start_a + _span(a)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (1 + sum(steps)) * tensor.element_size()
+
+
+def _parameters_text(signature: inspect.Signature, namespace: dict[str, Any]) -> str:
+    """Return the parameters as source; defaults are the very objects of the original."""
+    texts: list[str] = []
+    previous = None
+    for p in signature.parameters.values():
+        if previous is p.POSITIONAL_ONLY and p.kind is not p.POSITIONAL_ONLY:
+            texts.append("/")
+        if p.kind is p.KEYWORD_ONLY and previous not in (p.KEYWORD_ONLY, p.VAR_POSITIONAL):
+            texts.append("*")
+        star = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+        text = f"{star}{p.name}"
+        if p.default is not p.empty:
+            namespace[f"_pw_default_{p.name}"] = p.default
+            text += f"=_pw_default_{p.name}"
+        texts.append(text)
+        previous = p.kind
+    if previous is inspect.Parameter.POSITIONAL_ONLY:
+        texts.append("/")
+    return ", ".join(texts)
+
+
+# --- gradients --------------------------------------------------------------------------------
+
+
+def _without_gradients(run: Callable[..., Any], state: BoundState, given: tuple[Any, ...]) -> Sequence[Any]:
+    """Run with gradients off; where the caller could ask for them, give outputs that refuse."""
+    internals.set_grad_enabled(False)
+    try:
+        outputs = run(*given)
+    finally:
+        internals.set_grad_enabled(True)
+    if not state.requires_grad and not any(isinstance(a, torch.Tensor) and a.requires_grad for a in given):
+        return outputs
+    own = [id(a) for a in itertools.chain(given, (b.tensor for b in state.bindings))]
+    chosen = [
+        i
+        for i, out in enumerate(outputs)
+        if isinstance(out, torch.Tensor) and (out.is_floating_point() or out.is_complex()) and id(out) not in own
+    ]
+    results = list(outputs)
+    if chosen:
+        anchor = torch.empty(0, requires_grad=True)
+        refusing = _RefuseBackward.apply(anchor, *(results[i] for i in chosen))
+        for i, refused in zip(chosen, refusing, strict=True):  # pyright: ignore[reportArgumentType]
+            results[i] = refused
+    return results
+
+
+class _RefuseBackward(torch.autograd.Function):
+    """Hands its tensors through; a backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # ``.data`` gives a tensor that is no view, so that the caller may change it in place.
+        return tuple(tensor.data for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise GradientNotSupported(
+            "a backward reached the result of a model that Piecework compiled for inference (levels 2 and 3); "
+            "call the original model, use level 0 or 1 for training, or call it under torch.no_grad()"
+        )

@@ -1,0 +1,538 @@
+"""Cut a traced graph at its splitting ops, so that no piece depends on how another one looks inside.
+
+A value that crosses a cut is a tensor with memory of its own: what follows from sizes is derived
+again in each piece, and a view is taken again from its base by whoever uses it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import logging
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from piecework import torch_internals as internals
+from piecework.effects import Effects, find_effects, fresh_fake, line_of, op_name, overload_of, tensors_in
+from piecework.errors import ConfigError, SplitError
+from piecework.pieces import SplittingOp
+
+logger = logging.getLogger(__name__)
+
+PieceInput = Node | sympy.Symbol
+"""A node of the traced graph, or a size."""
+
+
+@dataclass(frozen=True)
+class PieceStep:
+    """A part of the graph that is compiled; it stands between two cuts."""
+
+    name: str
+    graph: GraphModule
+    inputs: tuple[PieceInput, ...]
+    outputs: tuple[Node, ...]
+    written: tuple[int, ...]
+    """Indices of the inputs that it writes to."""
+    aliased: tuple[tuple[int, ...], ...]
+    """Groups of inputs that share memory."""
+    outputs_are_fresh: bool
+
+
+@dataclass(frozen=True)
+class EagerStep:
+    """Nodes that run one by one: splitting ops, and what costs no kernel between and around them."""
+
+    nodes: tuple[Node, ...]
+    ops: dict[Node, SplittingOp]
+
+    @property
+    def num_splitting_ops(self) -> int:
+        """Return how many of the nodes are splitting ops."""
+        return len(self.ops)
+
+
+Step = PieceStep | EagerStep
+
+
+@dataclass
+class SplitGraph:
+    """A traced graph as a list of steps, in the order in which they run."""
+
+    steps: tuple[Step, ...]
+    graph: GraphModule
+    effects: Effects
+    returned: tuple[Any, ...]
+    """The outputs of the traced graph: nodes and constants."""
+
+    @property
+    def pieces(self) -> list[PieceStep]:
+        """Return the steps that are compiled."""
+        return [step for step in self.steps if isinstance(step, PieceStep)]
+
+    @property
+    def num_pieces(self) -> int:
+        """Return the number of pieces and of steps with splitting ops."""
+        return sum(isinstance(step, PieceStep) or step.num_splitting_ops > 0 for step in self.steps)
+
+    def text(self) -> str:
+        """Return the steps, one per line, for logs and tests."""
+        lines: list[str] = []
+        for step in self.steps:
+            if isinstance(step, PieceStep):
+                names = [node.name for node in step.graph.graph.nodes if node.op not in ("placeholder", "output")]
+                lines.append(f"{step.name}: {', '.join(names)}")
+            else:
+                lines.append(f"eager: {', '.join(node.name for node in step.nodes)}")
+        return "\n".join(lines)
+
+
+def split_graph(
+    graph: GraphModule,
+    fake_mode: internals.FakeTensorMode,
+    ops: Sequence[SplittingOp],
+    *,
+    must_match: Iterable[str] = (),
+    bound: dict[Node, torch.Tensor] | None = None,
+) -> SplitGraph:
+    """Cut a Dynamo graph at the given ops.
+
+    Args:
+        graph: flat inputs with ``example_value`` in their meta; it is not changed.
+        fake_mode: the mode of those example values.
+        ops: where to cut; a name may be a packet, an overload or an ATen name.
+        must_match: names among ``ops`` that the user gave; one that is not in the graph is
+            reported, and is an error where it only appears when another op is decomposed.
+        bound: the real parameters and buffers by placeholder, to see which share memory.
+
+    Raises:
+        ConfigError: torch knows no op of a given name.
+        SplitError: the graph can't be cut there; the message names the user's line.
+    """
+    matcher = OpMatcher(ops)
+    effects = find_effects(graph, fake_mode)
+    splitter = _Splitter(graph, effects, matcher, fake_mode, bound or {})
+    result = splitter.split()
+    _check_all_found(graph, fake_mode, matcher, must_match, splitter.matched_names)
+    return result
+
+
+# --- names ------------------------------------------------------------------------------------
+
+
+def normalized_name(name: str) -> str:
+    """Return ``"ns::op"`` or ``"ns::op.overload"`` for any accepted spelling; ``.default`` is dropped.
+
+    Raises:
+        ConfigError: it is no name of an op.
+    """
+    namespace, separator, rest = name.partition("::") if "::" in name else name.partition(".")
+    parts = rest.split(".")
+    if not separator or not namespace or not 1 <= len(parts) <= 2 or not all(part.isidentifier() for part in parts):
+        raise ConfigError(f"a splitting op is named like 'ns::op', 'ns.op' or 'ns::op.overload', got {name!r}")
+    return f"{namespace}::{parts[0]}" if parts[1:] in ([], ["default"]) else f"{namespace}::{rest}"
+
+
+class OpMatcher:
+    """Finds the splitting op that a node of a graph calls."""
+
+    def __init__(self, ops: Sequence[SplittingOp]) -> None:
+        self.by_name: dict[str, SplittingOp] = {}
+        for op in ops:
+            name = normalized_name(op.name)
+            _check_known(name, op.name)
+            known = self.by_name.get(name)
+            if known is None or known == SplittingOp(known.name):  # a bare name knows least
+                self.by_name[name] = op
+
+    def find(self, node: Node, effects: Effects) -> tuple[str, SplittingOp] | None:
+        """Return the name and the op if a node is to be cut at, else None."""
+        name = op_name(node)
+        if name is None:
+            return None
+        if name in self.by_name:
+            return name, self.by_name[name]
+        if not any(known.startswith(f"{name}.") for known in self.by_name):
+            return None
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda arg: effects.values[arg])
+        overload = overload_of(node, args, kwargs)
+        full = overload.name() if overload is not None else name
+        return (full, self.by_name[full]) if full in self.by_name else None
+
+
+def _check_known(name: str, given: str) -> None:
+    namespace, _, rest = name.partition("::")
+    op, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), op, None)
+    if packet is not None and (not overload or overload in packet.overloads()):
+        return
+    known = {known.partition(".")[0] if not overload else known for known in internals.all_op_names()}
+    near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
+    hint = f"; the nearest are {', '.join(near)}" if near else ""
+    raise ConfigError(
+        f"torch knows no op named {given!r}, which was given as a splitting op{hint}; import the module that registers "
+        "it before the model's first call"
+    )
+
+
+def _check_all_found(
+    graph: GraphModule,
+    fake_mode: internals.FakeTensorMode,
+    matcher: OpMatcher,
+    must_match: Iterable[str],
+    found: set[str],
+) -> None:
+    missing = [name for name in map(normalized_name, must_match) if name in matcher.by_name and name not in found]
+    if not missing:
+        return
+    inside = _decomposed_ops(graph, fake_mode)
+    for name in missing:
+        for node, names in inside.items():
+            if name in names or name.partition(".")[0] in names:
+                raise SplitError(
+                    f"splitting op {name} only appears when {op_name(node) or node.target} is decomposed"
+                    f"{line_of(node)}, and the graph is cut before that; name {op_name(node) or node.target} instead"
+                )
+        logger.warning("splitting op %s does not occur in the traced graph, so nothing is cut there", name)
+
+
+def _decomposed_ops(graph: GraphModule, fake_mode: internals.FakeTensorMode) -> dict[Node, set[str]]:
+    """Return the ATen ops that each node runs underneath."""
+
+    class Recorder(TorchDispatchMode):
+        seen: set[str] = set()  # noqa: RUF012 - replaced for each node
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Recorder.seen.add(func.name().partition(".")[0])
+            return func(*args, **(kwargs or {}))
+
+    class Runner(torch.fx.Interpreter):
+        inside: dict[Node, set[str]] = {}  # noqa: RUF012 - one class per call
+
+        def run_node(self, n: Node) -> Any:
+            Recorder.seen = set()
+            result = super().run_node(n)
+            self.inside[n] = Recorder.seen
+            return result
+
+    runner = Runner(graph)
+    with fake_mode, torch.no_grad(), Recorder():
+        examples = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+        runner.run(*[fresh_fake(example) for example in examples])
+    return runner.inside
+
+
+# --- cutting ----------------------------------------------------------------------------------
+
+
+@dataclass
+class _Region:
+    """Consecutive nodes without a splitting op, or splitting ops without a kernel between them."""
+
+    is_eager: bool
+    nodes: list[Node] = field(default_factory=list)
+    ops: dict[Node, SplittingOp] = field(default_factory=dict)
+
+
+_OPENS = ("_enter_autocast", "_enter_inference_mode", "_vmap_increment_nesting", "_jvp_increment_nesting")
+_CLOSES = ("_exit_autocast", "_exit_inference_mode", "_vmap_decrement_nesting", "_jvp_decrement_nesting")
+
+
+class _Splitter:
+    def __init__(
+        self,
+        graph: GraphModule,
+        effects: Effects,
+        matcher: OpMatcher,
+        fake_mode: internals.FakeTensorMode,
+        bound: dict[Node, torch.Tensor],
+    ) -> None:
+        self.graph = graph
+        self.effects = effects
+        self.matcher = matcher
+        assert fake_mode.shape_env is not None
+        self.shape_env = fake_mode.shape_env
+        self.bound = bound
+        self.matched_names: set[str] = set()
+        self.returned: tuple[Any, ...] = tuple(graph.graph.output_node().args[0])  # pyright: ignore[reportArgumentType]
+
+    def split(self) -> SplitGraph:
+        regions = self.regions()
+        home = {node: region for region in regions for node in region.nodes}
+        needed = self.needed_outside(regions, home)
+        steps: list[Step] = []
+        num_pieces = 0
+        for region in regions:
+            if region.is_eager:
+                steps.append(EagerStep(tuple(region.nodes), region.ops))
+            else:
+                outputs = [node for node in region.nodes if node in needed]
+                steps.append(self.piece(f"piece_{num_pieces}", region, outputs))
+                num_pieces += 1
+        return SplitGraph(tuple(steps), self.graph, self.effects, self.returned)
+
+    # Which node stands where.
+
+    def regions(self) -> list[_Region]:
+        """Group the nodes that do something; views and numbers are repeated where they are used."""
+        parts: list[_Region] = [_Region(is_eager=False)]
+        home: dict[Node, _Region] = {}
+        depth: list[Node] = []
+        for node in self.graph.graph.nodes:
+            if node.op in ("placeholder", "output", "get_attr") or self.is_repeated(node) or _sets_grad(node):
+                continue
+            parent = self.unpacked_parent(node)
+            if parent is not None:
+                home[node] = home[parent]
+                home[parent].nodes.append(node)
+                continue
+            self.refuse_nested(node)
+            found = self.matcher.find(node, self.effects)
+            if found is not None:
+                self.matched_names.add(found[0])
+                if depth:
+                    self.refuse_cut_context(node, depth[-1])
+                parts += [_Region(is_eager=True), _Region(is_eager=False)]
+                parts[-2].ops[node] = found[1]
+                parts[-2].nodes.append(node)
+                home[node] = parts[-2]
+                continue
+            _track_contexts(node, depth)
+            home[node] = parts[-1]
+            parts[-1].nodes.append(node)
+        return self.merged(parts)
+
+    def merged(self, parts: list[_Region]) -> list[_Region]:
+        """Let regions without a kernel run eagerly, and join eager neighbours into one step."""
+        merged: list[_Region] = []
+        for part in parts:
+            part.is_eager = part.is_eager or not any(self.has_kernel(node) for node in part.nodes)
+            if not part.nodes:
+                continue
+            if merged and merged[-1].is_eager and part.is_eager:
+                merged[-1].nodes += part.nodes
+                merged[-1].ops.update(part.ops)
+            else:
+                merged.append(part)
+        return merged
+
+    def is_repeated(self, node: Node) -> bool:
+        return self.effects.is_view(node) or self.effects.is_scalar(node)
+
+    def has_kernel(self, node: Node) -> bool:
+        return not self.effects.is_allocation(node) and bool(
+            tensors_in(self.effects.values[node]) or any(self.effects.storages[arg] for arg in node.all_input_nodes)
+        )
+
+    def unpacked_parent(self, node: Node) -> Node | None:
+        """Return the op with several results that a node unpacks: it stays with that op."""
+        if node.target is not operator.getitem or not isinstance(node.args[0], Node):
+            return None
+        return None if isinstance(self.effects.values[node.args[0]], torch.Tensor) else node.args[0]
+
+    def refuse_nested(self, node: Node) -> None:
+        for arg in node.all_input_nodes:
+            inner = getattr(self.graph, str(arg.target), None) if arg.op == "get_attr" else None
+            if not isinstance(inner, GraphModule):
+                continue
+            for inside in inner.graph.nodes:
+                name = op_name(inside)
+                if name is not None and name in self.matcher.by_name:
+                    raise SplitError(
+                        f"splitting op {name} stands inside the body of {node.target}{line_of(inside)}, where the "
+                        "graph can't be cut; call the layer directly, without checkpointing or control-flow operators"
+                    )
+
+    def refuse_cut_context(self, node: Node, opened: Node) -> None:
+        raise SplitError(
+            f"splitting op {op_name(node)}{line_of(node)} stands inside a context that opens at {opened.target}"
+            f"{line_of(opened)}; close it before the op, or put it around the whole call of the model"
+        )
+
+    # Which values cross a cut.
+
+    def resolve(self, node: Node) -> Node:
+        """Return the node whose value is the same tensor, past ops that work in place."""
+        while node in self.effects.identical and self.effects.written[node]:
+            node = self.effects.aliased[node]
+        return node
+
+    def bases(self, node: Node) -> Iterator[Node]:
+        """Yield the nodes whose values a user of ``node`` needs from elsewhere."""
+        node = self.resolve(node)
+        if self.effects.is_view(node):
+            for arg in node.all_input_nodes:
+                yield from self.bases(arg)
+        elif not self.effects.is_scalar(node):
+            yield node
+
+    def needed_outside(self, regions: list[_Region], home: dict[Node, _Region]) -> set[Node]:
+        needed: set[Node] = set()
+        for region in regions:
+            for node in region.nodes:
+                for arg in node.all_input_nodes:
+                    if home.get(arg) is not region:
+                        needed.update(base for base in self.bases(arg) if home.get(base) is not region)
+        for value in self.returned:
+            if isinstance(value, Node):
+                needed.update(self.bases(value))
+        for node in needed:
+            if isinstance(self.effects.values[node], (tuple, list)) and node.op != "placeholder":
+                raise SplitError(
+                    f"{node.format_node()} gives several tensors, which cross a cut as one tuple{line_of(node)}; "
+                    "unpack it before it is used"
+                )
+        return needed
+
+    # One piece.
+
+    def piece(self, name: str, region: _Region, outputs: list[Node]) -> PieceStep:
+        inputs = self.inputs_of(region, outputs)
+        builder = _PieceBuilder(self, inputs)
+        for node in region.nodes:
+            builder.copy(node)
+        outputs = [node for node in outputs if tensors_in(self.effects.values[node])]
+        graph = builder.finish(outputs)
+        storages = [self.effects.storages.get(node, ()) if isinstance(node, Node) else () for node in inputs]
+        touched = {key for node in region.nodes for key in self.effects.written[node]}
+        written = tuple(i for i, keys in enumerate(storages) if touched.intersection(keys))
+        output_keys = [key for node in outputs for key in self.effects.storages[node]]
+        input_keys = {key for keys in storages for key in keys}
+        fresh = len(set(output_keys)) == len(output_keys) and not input_keys.intersection(output_keys)
+        return PieceStep(name, graph, inputs, tuple(outputs), written, self.aliases(inputs), fresh)
+
+    def inputs_of(self, region: _Region, outputs: list[Node]) -> tuple[PieceInput, ...]:
+        """Return what a region needs from outside: tensors in order of use, then sizes."""
+        inside = set(region.nodes)
+        found: dict[PieceInput, None] = {}
+        sizes: dict[sympy.Symbol, None] = {}
+        for node in region.nodes:
+            for arg in node.all_input_nodes:
+                for leaf in self.leaves(arg, inside):
+                    value = self.effects.values[leaf]
+                    if isinstance(value, torch.SymInt):
+                        sizes.update(dict.fromkeys(self.symbols_of(value)))
+                    elif not self.effects.is_scalar(leaf):
+                        found[leaf] = None
+        bare: set[sympy.Basic] = set()
+        used: dict[sympy.Symbol, None] = {}
+        for node in found:
+            assert isinstance(node, Node)
+            for tensor in tensors_in(self.effects.values[node]):
+                bare.update(internals.size_expression(size, self.shape_env) for size in tensor.shape)
+                for size in (*tensor.shape, *tensor.stride()):
+                    used.update(dict.fromkeys(self.symbols_of(size)))
+        sizes.update({symbol: None for symbol in used if symbol not in bare})
+        return (*found, *sorted(sizes, key=str))
+
+    def leaves(self, node: Node, inside: set[Node]) -> Iterator[Node]:
+        """Yield the inputs that a use of ``node`` needs; numbers end at the sizes that they follow from."""
+        if node in inside or (node := self.resolve(node)) in inside or node.op == "get_attr":
+            return
+        if self.effects.is_view(node) or self.is_arithmetic(node):
+            for arg in node.all_input_nodes:
+                yield from self.leaves(arg, inside)
+        else:
+            yield node
+
+    def is_arithmetic(self, node: Node) -> bool:
+        """Whether a node computes a number from other numbers."""
+        return (
+            node.op != "placeholder"
+            and self.effects.is_scalar(node)
+            and all(self.effects.is_scalar(arg) for arg in node.all_input_nodes)
+        )
+
+    def symbols_of(self, size: int | torch.SymInt) -> list[sympy.Symbol]:
+        expression = internals.size_expression(size, self.shape_env)
+        return sorted((s for s in expression.free_symbols if isinstance(s, sympy.Symbol)), key=str)
+
+    def aliases(self, inputs: tuple[PieceInput, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of inputs that share memory: of real parameters, and of op results."""
+        groups: dict[Any, list[int]] = {}
+        for i, node in enumerate(inputs):
+            if isinstance(node, sympy.Symbol):
+                continue
+            real = self.bound.get(node)
+            keys = {internals.storage_key(real)} if real is not None else set(self.effects.storages[node])
+            for key in keys - {None}:
+                groups.setdefault(key, []).append(i)
+        return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
+class _PieceBuilder:
+    """Copies nodes of a region, and what they need again from elsewhere, into a graph of its own."""
+
+    def __init__(self, splitter: _Splitter, inputs: tuple[PieceInput, ...]) -> None:
+        self.splitter = splitter
+        self.graph = Graph()
+        self.env: dict[Node, Node] = {}
+        self.sizes: dict[sympy.Symbol, Node] = {}
+        for value in inputs:
+            if isinstance(value, sympy.Symbol):
+                node = self.graph.placeholder(str(value))
+                node.meta["example_value"] = internals.make_symint(splitter.shape_env, value)
+                self.sizes[value] = node
+            else:
+                node = self.graph.placeholder(value.name)
+                node.meta["example_value"] = self.example(value)
+                self.env[value] = node
+
+    def example(self, node: Node) -> Any:
+        value = node.meta.get("example_value")
+        return value if value is not None else self.splitter.effects.values[node]
+
+    def copy(self, node: Node) -> Node:
+        copied = self.graph.node_copy(node, self.value)
+        copied.meta.setdefault("example_value", self.splitter.effects.values[node])
+        self.env[node] = copied
+        return copied
+
+    def value(self, node: Node) -> Any:
+        if node in self.env:
+            return self.env[node]
+        resolved = self.splitter.resolve(node)
+        if resolved in self.env:
+            return self.env[resolved]
+        if self.splitter.effects.is_scalar(resolved) and not self.splitter.is_arithmetic(resolved):
+            return self.size(resolved)
+        return self.copy(resolved)
+
+    def size(self, node: Node) -> Any:
+        """Return the input that carries a size of the traced graph, or the number that it is."""
+        value = self.splitter.effects.values[node]
+        if not isinstance(value, torch.SymInt):
+            return value
+        expression = internals.size_expression(value, self.splitter.shape_env)
+        if expression in self.sizes:
+            return self.sizes[expression]  # pyright: ignore[reportArgumentType]
+        raise SplitError(f"size {node.name} is {expression} in terms of other sizes, which no piece can take as an input")
+
+    def finish(self, outputs: Sequence[Node]) -> GraphModule:
+        self.graph.output(tuple(self.env[node] for node in outputs))
+        targets = {str(node.target) for node in self.graph.find_nodes(op="get_attr")}
+        attributes = {target: _attribute(self.splitter.graph, target) for target in targets}
+        return GraphModule(attributes, self.graph)
+
+
+def _attribute(module: torch.nn.Module, target: str) -> Any:
+    return functools.reduce(getattr, target.split("."), module)
+
+
+def _sets_grad(node: Node) -> bool:
+    """Whether a node only switches gradients, which are off in every piece."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "_set_grad_enabled"
+
+
+def _track_contexts(node: Node, depth: list[Node]) -> None:
+    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    if name in _OPENS:
+        depth.append(node)
+    elif name in _CLOSES and depth:
+        depth.pop()

@@ -1,0 +1,203 @@
+"""Every underscored API of torch that the core touches, and what differs between 2.11 and 2.14.
+
+When a new torch breaks something, this is the only module to mend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import sympy
+import torch
+import torch._dynamo
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._C._dynamo.guards import TensorGuards
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError, Unsupported, UserError
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental import _config as symbolic_shapes_config
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, ShapeEnv, free_unbacked_symbols
+from torch.jit._builtins import _find_builtin
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.value_ranges import ValueRanges
+
+__all__ = [
+    "ConstraintViolationError",
+    "FakeTensor",
+    "FakeTensorMode",
+    "InternalTorchDynamoError",
+    "ShapeEnv",
+    "TensorGuards",
+    "TorchRuntimeError",
+    "Unsupported",
+    "UserError",
+    "lookup_backend",
+    "pytree",
+]
+
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+"""Without the context manager of the public one, which costs ten times as much."""
+
+
+# --- tracing --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def one_trace_for_all_sizes() -> Iterator[None]:
+    """Make a symbolic size stand for 1 as well, while tracing and while compiling.
+
+    Without it torch assumes that a size is at least 2 and records no guard for that.
+    """
+    with symbolic_shapes_config.patch(backed_size_oblivious=True), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def strict_dynamo() -> Iterator[None]:
+    """Trace without the memory of earlier traces, refuse side effects, and record inner hooks."""
+    with torch._dynamo.config.patch(
+        automatic_dynamic_shapes=False,
+        side_effect_replay_policy="error",
+        skip_nnmodule_hook_guards=False,
+    ):
+        yield
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Ask Dynamo to keep one dim symbolic; called on fake tensors of ours only."""
+    torch._dynamo.mark_dynamic(tensor, dim)
+
+
+def new_fake_mode(shape_env: ShapeEnv | None = None) -> FakeTensorMode:
+    """Return a mode under which tensors have no memory; real ones may be mixed in."""
+    return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+
+
+def current_fake_mode() -> FakeTensorMode:
+    """Return the fake mode of the trace that is under way (inside a Dynamo backend)."""
+    mode = TracingContext.get().fake_mode
+    assert mode is not None and mode.shape_env is not None
+    return mode
+
+
+def input_source(node: torch.fx.Node) -> tuple[str, Any]:
+    """Return where a placeholder of a Dynamo graph comes from, as an expression over ``L`` and ``G``.
+
+    It must be read inside the backend: Dynamo erases it when compilation ends.
+    """
+    graph_arg = node.meta["grapharg"]
+    name = graph_arg.source.name
+    return (name if isinstance(name, str) else name()), graph_arg.example
+
+
+def guards_of(code: CodeType) -> Any:
+    """Return the guards that Dynamo compiled for the one trace of ``code``."""
+    entries = _debug_get_cache_entry_list(code)
+    assert len(entries) == 1, f"expected one trace, found {len(entries)}"
+    return entries[0].guard_manager
+
+
+def failed_guard(manager: Any, scope: dict[str, Any]) -> str | None:
+    """Return the text of the first recorded guard that does not hold, or None."""
+    if manager.check(scope):
+        return None
+    parts = manager.check_verbose(scope).verbose_code_parts
+    return str(parts[0]) if parts else "a guard without a description"
+
+
+# --- sizes ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ShapeGuard:
+    """A relation between sizes that the trace used, and the user's line that needed it."""
+
+    relation: sympy.Basic
+    user_line: str
+
+
+def shape_guards(shape_env: ShapeEnv) -> list[ShapeGuard]:
+    """Return every relation that must hold for the trace to be valid."""
+    guards = [ShapeGuard(guard.expr, getattr(guard.sloc, "maybe_user_loc", None) or "") for guard in shape_env.guards]
+    for asserts in shape_env.deferred_runtime_asserts.values():
+        guards += [ShapeGuard(item.expr, item.msg if isinstance(item.msg, str) else "") for item in asserts]
+    return guards
+
+
+def size_expression(size: int | torch.SymInt, shape_env: ShapeEnv) -> sympy.Expr:
+    """Return a size over the symbols that remain after torch unified equal ones."""
+    return shape_env.replace(size.node.expr) if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def size_relation(relation: sympy.Basic, shape_env: ShapeEnv) -> sympy.Basic:
+    """Return a relation over the symbols that remain after torch unified equal ones."""
+    return shape_env.replace(relation)  # pyright: ignore[reportArgumentType]
+
+
+def is_known_number(value: Any) -> bool:
+    """Whether a value is a number that follows from the sizes of inputs, not from their contents."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return not free_unbacked_symbols(value)
+    return isinstance(value, (int, float, bool))
+
+
+def symbol_sources(shape_env: ShapeEnv) -> dict[sympy.Symbol, tuple[str, int]]:
+    """Return for each symbol the tensor expression (over ``L``) and the dim that it was made for."""
+    sources: dict[sympy.Symbol, tuple[str, int]] = {}
+    for symbol, found in shape_env.var_to_sources.items():
+        for source in found:
+            base, dim = getattr(source, "base", None), getattr(source, "idx", None)
+            if base is not None and isinstance(dim, int):
+                name = base.name if isinstance(base.name, str) else base.name()
+                sources.setdefault(symbol, (name, dim))
+    return sources
+
+
+def symbol_range(shape_env: ShapeEnv, symbol: sympy.Symbol) -> ValueRanges[sympy.Expr]:
+    """Return the range that torch assumes for a symbol."""
+    return shape_env.var_to_range[symbol]
+
+
+def print_expression(expression: sympy.Basic) -> str:
+    """Return a size expression as Python."""
+    return PythonPrinter().doprint(expression)
+
+
+def make_symint(shape_env: ShapeEnv, symbol: sympy.Symbol) -> torch.SymInt:
+    """Return a SymInt for a symbol that the graph has no input for."""
+    values = getattr(shape_env, "backed_var_to_val", None) or shape_env.var_to_val  # renamed in 2.11
+    made = shape_env.create_symintnode(symbol, hint=int(values[symbol]))
+    assert isinstance(made, torch.SymInt)
+    return made
+
+
+# --- operators ------------------------------------------------------------------------------
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """Return what two tensors that share memory have in common; None where there is no storage."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse and other tensors without a storage
+        return None
+
+
+def builtin_name(function: Callable[..., Any]) -> str | None:
+    """Return the ATen name of a builtin function of torch, if it has one."""
+    return _find_builtin(function)
+
+
+def all_op_names() -> list[str]:
+    """Return the names of all registered ops, with their overloads (``ns::op.overload``)."""
+    return torch._C._dispatch_get_all_op_names()
+
+
+def called_overload(packet: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """Return the name of the overload that a packet would pick for these arguments."""
+    return torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)

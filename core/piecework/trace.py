@@ -1,0 +1,388 @@
+"""Trace a model once: its graph, where each input comes from, what it returns, what was assumed."""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import linecache
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+
+from piecework import torch_internals as internals
+from piecework.arguments import Arguments, fake_value, trace_sizes
+from piecework.errors import CompileError
+from piecework.outputs import OutputSpec, describe_outputs
+from piecework.pieces import InputKind
+
+TARGET = "_pw_target"
+"""The name under which the traced frame holds the model or function."""
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """Where a placeholder of the graph gets its value from."""
+
+    kind: InputKind
+    tensor_index: int | None = None
+    """Of an activation: its position in ``Arguments.tensors``."""
+    source: str | None = None
+    """Of a parameter, buffer or global: an expression over ``L`` and ``G``."""
+    size: str | None = None
+    """Of a size: Python over the names of dims."""
+
+
+@dataclass(frozen=True)
+class Relation:
+    """A relation between sizes that the trace relies on."""
+
+    expression: sympy.Basic
+    """Over symbols named like the dims."""
+    user_line: str
+
+    def describe(self) -> str:
+        """Return the relation and the line that needs it."""
+        where = f", since the model reads it at: {self.user_line}" if self.user_line else ""
+        return f"{internals.print_expression(self.expression)}{where}"
+
+
+@dataclass
+class Assumptions:
+    """What Dynamo recorded besides the arguments: attributes, globals, code."""
+
+    manager: Any
+    scope: dict[str, Any]
+
+    def departure(self) -> str | None:
+        """Return the first thing that no longer is as it was traced, with both values, or None."""
+        with torch.no_grad(), torch.inference_mode(False):
+            failed = internals.failed_guard(self.manager, self.scope)
+        return None if failed is None else self._describe(failed)
+
+    def _describe(self, failed: str) -> str:
+        condition, _, where = failed.partition("  # ")
+        condition = condition.strip()
+        expression = re.search(rf"L\['{TARGET}'\][\w.\[\]']*", condition)
+        now = ""
+        if expression is not None:
+            try:
+                current = eval(expression.group(), {"L": self.scope, "G": {}})  # noqa: S307 - Dynamo's own source text
+                now = f", now it is {current!r}" if not isinstance(current, torch.nn.Module) else ""
+            except (AttributeError, KeyError, IndexError, TypeError):
+                now = ", now it is gone"
+        line = f" (read at: {where.strip()})" if where else ""
+        return f"the trace relies on {self._readable(condition)}{now}{line}"
+
+    def _readable(self, text: str) -> str:
+        text = text.replace(f"L['{TARGET}']", "self")
+        text = re.sub(r"\._modules\['(\w+)'\]", r".\1", text)
+        return re.sub(r"\._(?:parameters|buffers)\['(\w+)'\]", r".\1", text)
+
+
+@dataclass
+class Trace:
+    """One traced forward."""
+
+    graph: torch.fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    arguments: Arguments
+    outputs: OutputSpec
+    relations: tuple[Relation, ...]
+    dim_of_symbol: dict[sympy.Symbol, str]
+    fake_mode: internals.FakeTensorMode
+    assumptions: Assumptions
+    frame_globals: dict[str, Any]
+    """Of the traced frame; what ``G`` stands for in sources."""
+    seconds: float
+    backend_result: Callable[..., Any] | None = None
+    """What the backend of level 2 made of the graph."""
+
+    @property
+    def shape_env(self) -> internals.ShapeEnv:
+        """Return what torch knows about the sizes."""
+        shape_env = self.fake_mode.shape_env
+        assert shape_env is not None
+        return shape_env
+
+
+@dataclass
+class _Recorded:
+    """What the backend sees while Dynamo is at work; most of it is gone afterwards."""
+
+    graph: torch.fx.GraphModule | None = None
+    fake_mode: internals.FakeTensorMode | None = None
+    sources: list[str] = field(default_factory=list)
+    tokens: tuple[Any, ...] = ()
+    backend_result: Callable[..., Any] | None = None
+
+
+def trace(
+    target: Callable[..., Any],
+    arguments: Arguments,
+    values: Mapping[str, Any],
+    *,
+    owner: str,
+    backend: Callable[..., Any] | None = None,
+) -> Trace:
+    """Trace one call with fake tensors: nothing is computed and nothing of the user's is marked.
+
+    Args:
+        target: the module or function; it is called, so that the hooks of a module are traced too.
+        arguments: the form of the first call.
+        values: its parameters' values, defaults filled in.
+        owner: name of the model or function, for errors.
+        backend: a Dynamo backend that gets the graph (level 2).
+
+    Raises:
+        CompileError: the model can't be traced as one graph; the message names the user's line.
+    """
+    start = time.perf_counter()
+    sizes = trace_sizes(arguments.sizes)
+    with internals.new_fake_mode(), torch.inference_mode(False):
+        fakes = {name: fake_value(spec, values[name], sizes) for name, spec in arguments.specs.items()}
+    frame = _frame(arguments)
+    scope = {TARGET: target, **fakes}
+    recorded = _Recorded()
+    compiled = torch.compile(
+        frame, fullgraph=True, backend=_recorder(recorded, backend), options={"guard_filter_fn": _kept_guards}
+    )
+    try:
+        with internals.one_trace_for_all_sizes(), internals.strict_dynamo(), torch.inference_mode(False):
+            returned = compiled(*scope.values())
+    except (
+        internals.Unsupported,
+        internals.UserError,
+        internals.InternalTorchDynamoError,
+        internals.TorchRuntimeError,
+        internals.ConstraintViolationError,
+    ) as error:
+        raise _trace_error(error, recorded, owner, arguments) from error
+    if recorded.graph is None or recorded.fake_mode is None:
+        raise CompileError(f"{owner} runs no op of torch on its arguments, so there is nothing to compile")
+    return _finish(recorded, frame, scope, returned, arguments, owner, start)
+
+
+def _frame(arguments: Arguments) -> Callable[..., Any]:
+    """Return a function of its own code whose locals are the target and the parameters by name.
+
+    Dynamo names inputs after the locals of the traced frame, and keeps what it traced by code
+    object: with one of its own, two instances of a class can't take each other's trace.
+    """
+    parameters = ", ".join([TARGET, *arguments.specs])
+    source = f"def forward({parameters}):\n    return {arguments.call_text(TARGET)}\n"
+    filename = "<piecework trace>"
+    namespace: dict[str, Any] = {"__builtins__": builtins}
+    exec(compile(source, filename, "exec"), namespace)
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    return namespace["forward"]
+
+
+def _kept_guards(entries: Sequence[Any]) -> list[bool]:
+    """Keep what the checks of each call do not cover: state of modules, globals and code."""
+    return [_is_kept(entry) for entry in entries]
+
+
+def _is_kept(entry: Any) -> bool:
+    if entry.guard_type in ("TENSOR_MATCH", "SHAPE_ENV", "GLOBAL_STATE", "GRAD_MODE", "AUTOGRAD_SAVED_TENSORS_HOOKS"):
+        return False
+    return entry.is_global or not entry.name or entry.name.startswith(TARGET)
+
+
+def _recorder(recorded: _Recorded, backend: Callable[..., Any] | None) -> Callable[..., Any]:
+    def record(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        if recorded.graph is not None:
+            raise CompileError("Dynamo traced a second graph where one was asked for")
+        placeholders = graph.graph.find_nodes(op="placeholder")
+        recorded.sources = [internals.input_source(node)[0] for node in placeholders]
+        recorded.fake_mode = internals.current_fake_mode()
+        recorded.graph = graph
+        recorded.tokens = tuple(
+            node.meta["example_value"] if isinstance(node, torch.fx.Node) else node
+            for node in graph.graph.output_node().args[0]  # pyright: ignore[reportGeneralTypeIssues]
+        )
+        if backend is not None:
+            recorded.backend_result = backend(graph, example_inputs)
+        return lambda *_: recorded.tokens
+
+    return record
+
+
+def _finish(
+    recorded: _Recorded,
+    frame: Callable[..., Any],
+    scope: dict[str, Any],
+    returned: Any,
+    arguments: Arguments,
+    owner: str,
+    start: float,
+) -> Trace:
+    graph, fake_mode = recorded.graph, recorded.fake_mode
+    assert graph is not None and fake_mode is not None and fake_mode.shape_env is not None
+    shape_env = fake_mode.shape_env
+    frame_globals = frame.__globals__
+    tensor_index = _fake_positions(arguments, scope)
+    dim_of_symbol = _dims_of_symbols(shape_env, scope, tensor_index, arguments)
+    inputs = [
+        _graph_input(node, source, scope, frame_globals, tensor_index, dim_of_symbol, shape_env, owner)
+        for node, source in zip(graph.graph.find_nodes(op="placeholder"), recorded.sources, strict=True)
+    ]
+    bound = {
+        id(value): graph_input.source
+        for graph_input in inputs
+        if graph_input.source and (value := eval_source(graph_input.source, scope, frame_globals)) is not None
+    }
+    outputs = describe_outputs(returned, recorded.tokens, tensor_index, bound, arguments, scope[TARGET], owner)
+    # The scope outlives the trace, for checks of the model's state: it must hold no fake tensors.
+    state = {name: (value if name == TARGET else None) for name, value in scope.items()}
+    return Trace(
+        graph=graph,
+        inputs=tuple(inputs),
+        arguments=arguments,
+        outputs=outputs,
+        relations=_relations(shape_env, dim_of_symbol),
+        dim_of_symbol=dim_of_symbol,
+        fake_mode=fake_mode,
+        assumptions=Assumptions(internals.guards_of(frame.__code__), state),
+        frame_globals=frame_globals,
+        seconds=time.perf_counter() - start,
+        backend_result=recorded.backend_result,
+    )
+
+
+def eval_source(source: str, scope: Mapping[str, Any], frame_globals: Mapping[str, Any]) -> Any:
+    """Return what a source expression of Dynamo stands for now; None where it is gone."""
+    try:
+        return eval(source, {"L": scope, "G": frame_globals})  # noqa: S307 - Dynamo's own source text
+    except (AttributeError, KeyError, IndexError):
+        return None
+
+
+def _fake_positions(arguments: Arguments, scope: Mapping[str, Any]) -> dict[int, int]:
+    """Map the identity of each fake argument to its position among the tensors."""
+    return {id(eval(spec.path, dict(scope))): i for i, spec in enumerate(arguments.tensors)}  # noqa: S307 - our paths
+
+
+def _dims_of_symbols(
+    shape_env: internals.ShapeEnv, scope: Mapping[str, Any], tensor_index: Mapping[int, int], arguments: Arguments
+) -> dict[sympy.Symbol, str]:
+    tensors = arguments.tensors
+    names: dict[sympy.Symbol, str] = {}
+    for symbol, (source, dim) in internals.symbol_sources(shape_env).items():
+        position = tensor_index.get(id(eval_source(source, scope, {})))
+        if position is not None and isinstance(name := tensors[position].dims[dim], str):
+            names[symbol] = name
+    return names
+
+
+def _graph_input(
+    node: torch.fx.Node,
+    source: str,
+    scope: Mapping[str, Any],
+    frame_globals: Mapping[str, Any],
+    tensor_index: Mapping[int, int],
+    dim_of_symbol: Mapping[sympy.Symbol, str],
+    shape_env: internals.ShapeEnv,
+    owner: str,
+) -> GraphInput:
+    example = node.meta["example_value"]
+    if isinstance(example, torch.SymInt):
+        expression = named_expression(example.node.expr, dim_of_symbol)
+        return GraphInput(InputKind.SIZE, size=internals.print_expression(expression))
+    value = eval_source(source, scope, frame_globals)
+    if id(value) in tensor_index:
+        return GraphInput(InputKind.ACTIVATION, tensor_index=tensor_index[id(value)])
+    if not isinstance(value, torch.Tensor):
+        raise CompileError(
+            f"{owner} reads {source!r}, a {type(value).__name__}, as an input of its graph; only tensors that are "
+            "arguments, parameters, buffers, attributes or globals can be inputs"
+        )
+    kind = InputKind.PARAMETER if isinstance(value, torch.nn.Parameter) else InputKind.BUFFER
+    return GraphInput(kind, source=source)
+
+
+def named_expression(expression: sympy.Basic, dim_of_symbol: Mapping[sympy.Symbol, str]) -> sympy.Basic:
+    """Return an expression over symbols named like the dims."""
+    names = {symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, name in dim_of_symbol.items()}
+    return expression.xreplace(names)
+
+
+def _relations(
+    shape_env: internals.ShapeEnv, dim_of_symbol: Mapping[sympy.Symbol, str]
+) -> tuple[Relation, ...]:
+    relations: dict[sympy.Basic, Relation] = {}
+    for guard in internals.shape_guards(shape_env):
+        expression = named_expression(guard.relation, dim_of_symbol)
+        if expression not in (sympy.true, True):
+            relations.setdefault(expression, Relation(expression, guard.user_line))
+    return tuple(relations.values())
+
+
+# --- what went wrong ----------------------------------------------------------------------------
+
+
+def _trace_error(error: BaseException, recorded: _Recorded, owner: str, arguments: Arguments) -> CompileError:
+    if isinstance(error, internals.InternalTorchDynamoError) and "side effect" in str(error).lower():
+        return CompileError(
+            f"{owner} changes Python state in its forward ({_first_line(error)}){_user_line(error)}; one trace can't "
+            "repeat that at every call. Keep such state in a buffer and change it in place, or use level 1"
+        )
+    specialised = _specialised(error, recorded, arguments)
+    if specialised:
+        return CompileError(f"{specialised} (tracing {owner})")
+    return CompileError(
+        f"{owner} can't be traced as one graph: {_first_line(error)}{_user_line(error)}; move that line out of the "
+        "forward, make it an op with torch.library.custom_op, or use level 1 (DYNAMO_AS_IS), which allows graph breaks"
+    )
+
+
+def _specialised(error: BaseException, recorded: _Recorded, arguments: Arguments) -> str | None:
+    if recorded.fake_mode is None or "specialized" not in str(error) and "Constraint" not in type(error).__name__:
+        return None
+    shape_env = recorded.fake_mode.shape_env
+    assert shape_env is not None
+    sources = internals.symbol_sources(shape_env)
+    for guard in internals.shape_guards(shape_env):
+        relation = guard.relation
+        if isinstance(relation, sympy.Eq) and len(relation.free_symbols) == 1:
+            (symbol,) = relation.free_symbols
+            source, dim = sources.get(symbol, ("an argument", 0))
+            path = re.sub(r"L\['(\w+)'\]", r"\1", source)
+            spec = next((spec for spec in arguments.tensors if spec.path == path), None)
+            name = spec.dims[dim] if spec else "?"
+            value = relation.rhs if relation.lhs == symbol else relation.lhs
+            line = f", by this line: {guard.user_line}" if guard.user_line else ""
+            return (
+                f"dim {dim} ({name!r}) of argument {path} is meant to vary, but the model fixes it to {value}{line}; "
+                "mend that line, or leave the dim out of dynamic_arg_dims"
+            )
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def _user_line(error: BaseException) -> str:
+    """Return the innermost line of the user's that an error of Dynamo tells of."""
+    frames = [frame for frame in getattr(error, "real_stack", None) or [] if not frame.filename.startswith("<")]
+    if frames:
+        last = frames[-1]
+        return f', at {last.filename}:{last.lineno} in {last.name}: "{(last.line or "").strip()}"'
+    found = re.findall(r'File "([^"<]+)", line (\d+), in (\w+)\n\s*(.*)', str(error))
+    outside = [item for item in found if "/torch/" not in item[0]]
+    if outside:
+        filename, number, function, line = outside[-1]
+        return f', at {filename}:{number} in {function}: "{line.strip()}"'
+    return ""
+
+
+def signature_of(target: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function, or of a module's forward without ``self``."""
+    return inspect.signature(target.forward if isinstance(target, torch.nn.Module) else target)
+

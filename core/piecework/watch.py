@@ -1,0 +1,155 @@
+"""Notice changes of a traced model's state by events, before its next answer.
+
+This is the only place where classes of the user's are touched: ``__setattr__``, ``__delattr__``,
+``_apply`` and ``load_state_dict`` of the traced modules' classes tell of a change, and so do the
+dicts that hold parameters, buffers and submodules. What goes past both is found by the sample of
+addresses (``p.data = t``) or by ``verify_assumptions`` only (writes through ``__dict__``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+_WATCHED_METHODS = ("__setattr__", "__delattr__", "_apply", "load_state_dict")
+_STATE_DICTS = ("_parameters", "_buffers", "_modules")
+
+_lock = threading.RLock()
+_watches: dict[int, weakref.WeakSet[Watch]] = {}
+"""Watches by the identity of a module's ``__dict__``: a compiled module shares it with the original."""
+_patched: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+class Watch:
+    """Says whether anything happened to the modules of one traced model since it was last settled."""
+
+    def __init__(self, root: nn.Module | None) -> None:
+        self.changed = False
+        self.modules = weakref.WeakSet(root.modules()) if root is not None else weakref.WeakSet()
+        with _lock:
+            for module in self.modules:
+                _watch_module(module, self)
+
+    @contextlib.contextmanager
+    def plain_dicts(self) -> Iterator[None]:
+        """Put ordinary dicts in place for a moment: recorded guards ask for exactly those."""
+        with _lock:
+            modules = list(self.modules)
+            counting = [_take_counting_dicts(module) for module in modules]
+            try:
+                yield
+            finally:
+                for module, dicts in zip(modules, counting, strict=True):
+                    for name, counted in dicts.items():
+                        plain = module.__dict__.get(name)
+                        if type(plain) is dict:
+                            if plain != counted:  # another thread wrote to it meanwhile
+                                counted.clear()
+                                counted.update(plain)
+                            module.__dict__[name] = counted
+
+    def close(self) -> None:
+        """Stop watching."""
+        with _lock:
+            for module in self.modules:
+                watches = _watches.get(id(module.__dict__))
+                if watches is not None:
+                    watches.discard(self)
+
+
+def use_plain_dicts(root: nn.Module) -> None:
+    """Take the counting dicts off a model, so that it is traced as its author wrote it."""
+    with _lock:
+        for module in root.modules():
+            _take_counting_dicts(module)
+
+
+def _watch_module(module: nn.Module, watch: Watch) -> None:
+    key = id(module.__dict__)
+    if key not in _watches:
+        _watches[key] = weakref.WeakSet()
+        weakref.finalize(module, _watches.pop, key, None).atexit = False
+    _watches[key].add(watch)
+    _patch(type(module))
+    for name in _STATE_DICTS:
+        held = module.__dict__.get(name)
+        if type(held) is dict:
+            module.__dict__[name] = _CountingDict(held, key)
+
+
+def _take_counting_dicts(module: nn.Module) -> dict[str, _CountingDict]:
+    taken = {name: held for name in _STATE_DICTS if isinstance(held := module.__dict__.get(name), _CountingDict)}
+    for name, held in taken.items():
+        module.__dict__[name] = dict(held)
+    return taken
+
+
+def _tell(module: nn.Module) -> None:
+    watches = _watches.get(id(module.__dict__))
+    if watches:
+        for watch in list(watches):
+            watch.changed = True
+
+
+class _CountingDict(dict[str, Any]):
+    """A dict that tells of every write; copies and pickles of it are ordinary dicts."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, items: dict[str, Any], key: int) -> None:
+        super().__init__(items)
+        self.key = key
+
+    def tell(self) -> None:
+        for watch in list(_watches.get(self.key, ())):
+            watch.changed = True
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (dict(self),)
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self)
+
+
+def _telling(name: str) -> Callable[..., Any]:
+    original = getattr(dict, name)
+
+    @functools.wraps(original)
+    def method(self: _CountingDict, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            self.tell()
+        return result
+
+    return method
+
+
+for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
+    setattr(_CountingDict, _name, _telling(_name))
+
+
+def _patch(cls: type) -> None:
+    """Wrap the methods through which a module's state changes, once per class."""
+    if cls in _patched:
+        return
+    _patched.add(cls)
+    for name in _WATCHED_METHODS:
+        setattr(cls, name, _wrapped(getattr(cls, name)))
+
+
+def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            _tell(self)
+        return result
+
+    return method

@@ -1,0 +1,100 @@
+"""The ``env`` command, through a small application that registers it."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import piecework
+from piecework.pieces import SplittingOp
+from piecework.settings import (
+    ENVIRONMENT,
+    CompilationConfig,
+    reset_process_settings,
+    set_attention_ops,
+    set_compilation_config,
+    set_torch_compile_backend,
+)
+from piecework.tools.env import env_command, env_rows
+
+app = typer.Typer()
+app.command("env")(env_command)
+runner = CliRunner(env={"COLUMNS": "200"})
+
+
+@pytest.fixture(autouse=True)
+def clean_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    reset_process_settings()
+    yield
+    reset_process_settings()
+
+
+def test_json_gives_every_setting_with_its_origin_and_every_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIECEWORK_LEVEL", "piecewise")
+    monkeypatch.setenv("PIECEWORK_CONFIG", '{"level": 1, "compile_sizes": [1, {"batch": 2}]}')
+    set_compilation_config(CompilationConfig(on_failure="eager"))
+    set_attention_ops(["a::b", SplittingOp("c::d")])
+    set_torch_compile_backend("inductor")
+    result = runner.invoke(app, ["--json"])
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert report["settings"].keys() == CompilationConfig.model_fields.keys()
+    assert report["settings"]["level"] == {"value": 3, "origin": "PIECEWORK_LEVEL"}
+    assert report["settings"]["compile_sizes"] == {"value": [1, {"batch": 2}], "origin": "PIECEWORK_CONFIG"}
+    assert report["settings"]["on_failure"] == {"value": "eager", "origin": "set_compilation_config"}
+    assert report["settings"]["piece_compiler"] == {"value": None, "origin": "default"}
+    assert report["environment"].keys() >= set(ENVIRONMENT)
+    assert report["environment"]["PIECEWORK_LEVEL"] == "piecewise"
+    assert report["environment"]["PIECEWORK_PLUGINS"] is None
+    assert report["process"]["attention_ops"] == ["a::b", repr(SplittingOp("c::d"))]
+    assert report["process"]["torch_compile_backend"] == "inductor"
+    assert report["versions"]["python"] == platform.python_version()
+    assert report["versions"]["piecework"] == piecework.__version__
+
+
+def test_the_table_has_a_line_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIECEWORK_CONFIG", '{"level": 3, "piece_compiler": "[red]x[/red]"}')
+    result = runner.invoke(app, [])
+    lines = [[cell.strip() for cell in line.split("\u2502")[1:-1]] for line in result.stdout.splitlines()]
+    assert [line[:2] for line in lines if line] == [[row.section, row.name] for row in env_rows()]
+    assert ["settings", "level", "3 (PIECEWISE)", "PIECEWORK_CONFIG"] in lines
+    assert ["settings", "piece_compiler", "'[red]x[/red]'", "PIECEWORK_CONFIG"] in lines
+    assert ["environment", "PIECEWORK_LEVEL", "unset", ""] in lines
+
+
+def test_the_table_says_what_an_open_level_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    note = "3 in a call of piecework.compile"
+    assert note in runner.invoke(app, []).stdout
+    monkeypatch.setenv("PIECEWORK_LEVEL", "0")
+    assert note not in runner.invoke(app, []).stdout
+
+
+def test_a_misspelt_variable_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIECEWORK_LEVLE", "3")
+    remarks = {row.name: row.origin for row in env_rows() if row.section == "environment"}
+    assert remarks["PIECEWORK_LEVLE"] == "not read; did you mean PIECEWORK_LEVEL?"
+    assert remarks["PIECEWORK_LEVEL"] == ""
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("PIECEWORK_LEVEL", "fast"), ("PIECEWORK_CONFIG", "{'level': 3}"), ("PIECEWORK_LOGGING_LEVEL", "loud")],
+)
+def test_a_bad_environment_is_said_on_stderr_with_status_2(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    result = runner.invoke(app, options)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith(name)
+    assert value in result.stderr
+    assert "Traceback" not in result.stderr
