@@ -13,7 +13,9 @@ from rich.table import Column, Table
 
 from piecework.errors import PieceworkError
 from piecework.implementations import hook_arguments
-from piecework.plugins import PluginInfo, PluginManager, selection_from_environment
+from piecework.plugins import PluginInfo, PluginManager
+from piecework.settings import plugin_selection
+from piecework.tools.env import env_command
 
 app = typer.Typer(
     name="piecework",
@@ -38,7 +40,8 @@ def _commands() -> None:
     """Keep the commands named, however many there are."""
 
 
-# Commands that live in modules of their own are registered here: app.command("name")(function).
+# Commands that live in modules of their own are registered here.
+app.command("env")(env_command)
 
 
 @app.command("plugins")
@@ -47,7 +50,7 @@ def plugins_command(
 ) -> None:
     """List the plugins: who is asked in which order, who is blocked, who failed and why."""
     manager = PluginManager()
-    manager.load(selection=selection_from_environment(), report=False)
+    manager.load(selection=plugin_selection(), report=False)
     infos = manager.infos()
     order = {hook: manager.order(hook) for hook in hook_arguments()}
     if as_json:
