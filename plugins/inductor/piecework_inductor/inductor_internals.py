@@ -1,0 +1,85 @@
+"""Every underscored API of torch that this plugin touches, and what differs between 2.11 and 2.14."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._inductor import standalone_compile
+from torch._inductor.output_code import CompiledFxGraph
+from torch._subclasses.fake_tensor import FakeTensor
+
+__all__ = ["FakeTensor", "InnerFunction", "compile_graph", "inner_function", "is_any_autocast_enabled"]
+
+is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
+def compile_graph(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], config: dict[str, Any]) -> Any:
+    """Compile a graph for its own example inputs, which may be symbolic.
+
+    Graphs of the device are the core's business, so Inductor makes none of its own.
+    """
+    return standalone_compile(
+        graph,
+        list(example_inputs),
+        dynamic_shapes="from_graph",
+        options={"config_patches": {**config, "triton.cudagraphs": False}},
+    )
+
+
+@dataclass(frozen=True)
+class InnerFunction:
+    """The function that Inductor generated; it takes a list, empties it, and returns a sequence."""
+
+    call: Callable[[list[Any]], Any]
+    num_outputs: int
+
+
+def inner_function(artifact: Any) -> InnerFunction | None:
+    """Return the generated function inside an artifact, or None where it is not to be found.
+
+    There is no API for it, and its place among the closures differs with the version and with
+    whether a cache was hit, so it is searched for by type.
+    """
+    found = [item for item in _reachable(artifact) if isinstance(item, CompiledFxGraph)]
+    if len(found) != 1 or found[0].current_callable is None or found[0].output_strides is None:
+        return None
+    return InnerFunction(found[0].current_callable, len(found[0].output_strides))
+
+
+_MAX_DEPTH = 12
+
+
+def _reachable(start: Any) -> Iterator[Any]:
+    """Yield everything that a callable holds on to, nearest first."""
+    seen: set[int] = set()
+    level = [getattr(start, "_compiled_fn", start)]
+    for _ in range(_MAX_DEPTH):
+        following: list[Any] = []
+        for item in level:
+            if id(item) in seen:
+                continue
+            seen.add(id(item))
+            yield item
+            if not isinstance(item, CompiledFxGraph):
+                following += [held for held in _held(item) if callable(held)]
+        level = following
+
+
+def _held(item: Any) -> Iterator[Any]:
+    if isinstance(item, types.FunctionType):
+        for cell in item.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # a cell that is still empty
+                continue
+    elif isinstance(item, types.MethodType):
+        yield from (item.__self__, item.__func__)
+    elif isinstance(item, functools.partial):
+        yield from (item.func, *item.args, *item.keywords.values())
+    if hasattr(item, "__dict__") and not isinstance(item, (type, types.ModuleType, torch.nn.Module)):
+        yield from vars(item).values()
