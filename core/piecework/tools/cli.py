@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
 from piecework.errors import PieceworkError
 from piecework.implementations import hook_arguments
@@ -63,16 +64,15 @@ def plugins_command(
 
 
 def _table(infos: tuple[PluginInfo, ...]) -> Table:
-    whole = [Column(title, overflow="fold") for title in ("distribution", "version", "hooks", "state")]
-    table = Table("order", Column("name", no_wrap=True), *whole, "load time")
+    fold = [Column(title, overflow="fold") for title in ("distribution", "hooks", "state")]
+    table = Table("order", Column("name", no_wrap=True), *fold, Column("load time", no_wrap=True))
     for info in infos:
         table.add_row(
             "" if info.position is None else str(info.position),
             info.name,
-            info.distribution or "",
-            info.version or "",
-            "\n".join(info.hooks),
-            info.state if info.cause is None else f"{info.state}: {info.cause}",
+            f"{info.distribution} {info.version}",
+            "\n".join(hook.removeprefix("piecework_") for hook in info.hooks),
+            Text(info.state if info.cause is None else f"{info.state}: {info.cause}"),  # Brackets are no markup.
             f"{info.load_s * 1e3:.1f} ms" if info.state != "blocked" else "",
         )
     return table
