@@ -17,7 +17,7 @@ from piecework.config import CompilationConfig
 from piecework.config_checks import CompilationLevel
 from piecework.counting import counters
 from piecework.errors import ConfigError, TraceDepartureError
-from piecework.forward import Forward, all_forwards
+from piecework.forward import Forward, all_forwards, compile_lock
 from piecework.plugins import reset_plugin_manager
 from piecework.process_settings import check_config, reset_process_settings
 from piecework.trace import signature_of
@@ -244,7 +244,7 @@ def _decorate(cls: Any, *, given: GivenDims | None, enable_if: Callable[[Any], b
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original_call(self, *args, **kwargs)
-        state = self.__dict__.get(_STATE)
+        state = self.__dict__.get(_STATE)  # None in a copy of an instance that was called
         if state is not None:
             return state.answer(self, *args, **kwargs)
         return _first_call_of_instance(self, original_call)(self, *args, **kwargs)
@@ -279,7 +279,10 @@ def _first_call_of_instance(instance: Any, original_call: Callable[..., Any]) ->
             default_level=CompilationLevel.NO_COMPILATION,
             publish=state.publish,
         )
-    return instance.__dict__.setdefault(_STATE, state).answer
+    with compile_lock:
+        if instance.__dict__.get(_STATE) is None:
+            instance.__dict__[_STATE] = state
+    return instance.__dict__[_STATE].answer
 
 
 def _check_module_class(cls: Any, what: str) -> None:

@@ -11,9 +11,8 @@ import itertools
 import linecache
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-import sympy
 import torch
 
 from piecework import torch_internals as internals
@@ -21,7 +20,7 @@ from piecework.arguments import Arguments, ConstantSpec, ContainerSpec, Spec, Te
 from piecework.errors import GradientNotSupported
 from piecework.run import size_variable
 from piecework.state import BoundState
-from piecework.trace import Relation, Trace
+from piecework.trace import Relation, Trace, dim_symbol
 
 MAX_CHECK_VARIANTS = 8
 
@@ -80,11 +79,12 @@ def make_entry(
         "_pw_windows": state.windows,
         "_pw_pointer": torch.Tensor.data_ptr,
         "_pw_grad_enabled": torch.is_grad_enabled,
-        "_pw_without_gradients": _without_gradients,
+        "_pw_without_gradients": without_gradients,
         "_pw_state": state,
         "_pw_overlap": overlap,
         "_pw_explain": checks.explain,
         "_pw_autocast": autocast_state,
+        **internals.EXPRESSION_NAMESPACE,
         **trace.outputs.constants,
     }
     checks.attach(namespace)
@@ -234,8 +234,7 @@ class _Generator:
         ]
 
     def relation_text(self, relation: Relation) -> str:
-        dims = {dim: sympy.Symbol(dim, integer=True, positive=True) for dim in self.sizes}
-        variables = {dims[dim]: sympy.Symbol(name, integer=True, positive=True) for dim, name in self.sizes.items()}
+        variables = {dim_symbol(dim): dim_symbol(variable) for dim, variable in self.sizes.items()}
         return internals.print_expression(relation.expression.xreplace(variables))
 
     def check_overlap(self) -> None:
@@ -407,7 +406,24 @@ def _parameters_text(signature: inspect.Signature, namespace: dict[str, Any]) ->
 # --- gradients --------------------------------------------------------------------------------
 
 
-def _without_gradients(run: Callable[..., Any], state: BoundState, given: tuple[Any, ...]) -> Sequence[Any]:
+class GradientState(Protocol):
+    """What decides whether a result could be asked for gradients, besides the arguments."""
+
+    requires_grad: bool
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]: ...
+
+
+class _NoState:
+    requires_grad = False
+    tensors: Sequence[torch.Tensor] = ()
+
+
+NO_STATE = _NoState()
+
+
+def without_gradients(run: Callable[..., Any], state: GradientState, given: tuple[Any, ...]) -> Sequence[Any]:
     """Run with gradients off; where the caller could ask for them, give outputs that refuse."""
     internals.set_grad_enabled(False)
     try:
@@ -416,7 +432,7 @@ def _without_gradients(run: Callable[..., Any], state: BoundState, given: tuple[
         internals.set_grad_enabled(True)
     if not state.requires_grad and not any(isinstance(a, torch.Tensor) and a.requires_grad for a in given):
         return outputs
-    own = [id(a) for a in itertools.chain(given, (b.tensor for b in state.bindings))]
+    own = [id(a) for a in itertools.chain(given, state.tensors)]
     chosen = [
         i
         for i, out in enumerate(outputs)

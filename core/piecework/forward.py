@@ -265,7 +265,7 @@ class _Builder:
             for relation in one.added_relations:
                 for symbols in one.unique.symbols_by_place:
                     moved = relation.xreplace(dict(zip(one.unique.form.symbols, symbols, strict=True)))
-                    named = named_expression(moved, self.trace.dim_of_symbol)
+                    named = named_expression(moved, self.trace.meaning_of_symbol)
                     known = (other.expression for other in (*needed, *self.trace.relations))
                     if named != sympy.true and named not in known:
                         needed.append(Relation(named, f"the compiled code of {one.unique.piece.name}"))
@@ -277,7 +277,7 @@ class _Builder:
 
     def straight_line(self, split: SplitGraph, runs: Sequence[Callable[..., Any]]) -> StraightLine:
         return straight_line(
-            *(split, runs, self.placeholders, self.bound, self.dims, self.trace.dim_of_symbol, self.trace.shape_env),
+            *(split, runs, self.placeholders, self.bound, self.dims, self.trace.meaning_of_symbol, self.trace.shape_env),
             name=self.owner,
         )
 
@@ -291,7 +291,8 @@ class _Builder:
             runs: list[Callable[..., Any]] = []
             for place, one in enumerate(self.by_place(compiled)):
                 symbols = one.unique.symbols_by_place[one.unique.places.index(place)]
-                numbers = tuple(values[self.trace.dim_of_symbol[symbol]] for symbol in symbols)
+                meanings = [self.trace.meaning_of_symbol[symbol] for symbol in symbols]
+                numbers = tuple(values[meaning] if isinstance(meaning, str) else meaning for meaning in meanings)
                 key = (one.unique.piece.key, numbers)
                 if key not in made:
                     at = dict(zip(one.unique.form.symbols, numbers, strict=True))

@@ -17,7 +17,7 @@ from piecework import torch_internals as internals
 from piecework.effects import overload_of
 from piecework.pieces import InputKind, SplittingOp
 from piecework.split import PieceStep, SplitGraph
-from piecework.trace import GraphInput, Trace
+from piecework.trace import GraphInput, Trace, dim_symbol, named_expression
 
 
 def size_variable(position: int) -> str:
@@ -45,7 +45,7 @@ def straight_line(
     inputs: Mapping[Node, GraphInput],
     bound: Mapping[Node, torch.Tensor],
     dims: Sequence[str],
-    dim_of_symbol: Mapping[sympy.Symbol, str],
+    meaning_of_symbol: Mapping[sympy.Symbol, str | int],
     shape_env: internals.ShapeEnv,
     *,
     name: str,
@@ -58,14 +58,14 @@ def straight_line(
         inputs: where each placeholder comes from.
         bound: the tensors behind placeholders that are no arguments.
         dims: the named dims; their sizes are the last arguments of the function.
-        dim_of_symbol: the dim that each symbol stands for.
+        meaning_of_symbol: the dim, or the number, that each symbol stands for.
         shape_env: what torch knows about the symbols.
         name: shown in tracebacks.
 
     Returns:
         ``function(*tensor_arguments, *sizes)`` returns what the traced graph returns.
     """
-    writer = _Writer(split, inputs, dims, dim_of_symbol, shape_env)
+    writer = _Writer(split, inputs, dims, meaning_of_symbol, shape_env)
     for node, tensor in bound.items():
         writer.bind(node, tensor)
     pieces = iter(runs)
@@ -90,7 +90,7 @@ def whole_graph(
     for node, source in inputs.items():
         if source.kind is InputKind.SIZE:
             value = internals.size_expression(node.meta["example_value"], trace.shape_env)
-            given.append(_over_variables(value, trace.dim_of_symbol, variables))
+            given.append(_over_variables(value, trace.meaning_of_symbol, variables))
         else:
             given.append(bound_names.get(node) or f"a{source.tensor_index}")
     positions = sorted(source.tensor_index for source in inputs.values() if source.tensor_index is not None)
@@ -100,15 +100,16 @@ def whole_graph(
 
 
 def _over_variables(
-    expression: sympy.Basic, dim_of_symbol: Mapping[sympy.Symbol, str], variables: Mapping[str, str]
+    expression: sympy.Basic, meaning_of_symbol: Mapping[sympy.Symbol, str | int], variables: Mapping[str, str]
 ) -> str:
     """Return a size expression as Python over the variables that hold the sizes."""
-    names = {dim: sympy.Symbol(variable, integer=True, positive=True) for dim, variable in variables.items()}
-    return internals.print_expression(expression.xreplace({s: names[dim] for s, dim in dim_of_symbol.items()}))
+    named = named_expression(expression, meaning_of_symbol)
+    return internals.print_expression(named.xreplace({dim_symbol(d): dim_symbol(v) for d, v in variables.items()}))
 
 
 def _made(source: str, namespace: dict[str, Any], bound_names: dict[Node, str], name: str) -> StraightLine:
     filename = f"<piecework run of {name}>"
+    namespace.update(internals.EXPRESSION_NAMESPACE)
     exec(compile(source, filename, "exec"), namespace)
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     return StraightLine(source, namespace, bound_names, namespace.pop("forward"))
@@ -127,14 +128,14 @@ class _Writer:
         split: SplitGraph,
         inputs: Mapping[Node, GraphInput],
         dims: Sequence[str],
-        dim_of_symbol: Mapping[sympy.Symbol, str],
+        meaning_of_symbol: Mapping[sympy.Symbol, str | int],
         shape_env: internals.ShapeEnv,
     ) -> None:
         self.split = split
         self.effects = split.effects
         self.dims = dims
         self.shape_env = shape_env
-        self.dim_of_symbol = dim_of_symbol
+        self.meaning_of_symbol = meaning_of_symbol
         self.lines: list[_Line] = []
         self.namespace: dict[str, Any] = {}
         self.names: dict[Node, str] = {}
@@ -207,6 +208,8 @@ class _Writer:
         self.uses = outer
 
     def number(self, value: Any) -> str:
+        if isinstance(value, tuple):
+            return f"({''.join(f'{self.number(item)}, ' for item in value)})"
         if isinstance(value, (int, float, bool)):
             return repr(value)
         expression = self.shape_env.replace(value.node.expr)
@@ -217,7 +220,7 @@ class _Writer:
 
     def expression_text(self, expression: sympy.Basic) -> str:
         variables = {dim: size_variable(i) for i, dim in enumerate(self.dims)}
-        return _over_variables(expression, self.dim_of_symbol, variables)
+        return _over_variables(expression, self.meaning_of_symbol, variables)
 
     def argument(self, value: Any) -> str:
         if isinstance(value, Node):

@@ -191,7 +191,7 @@ def _check_all_found(
     missing = [name for name in map(normalized_name, must_match) if name in matcher.by_name and name not in found]
     if not missing:
         return
-    inside = _decomposed_ops(graph, fake_mode)
+    inside = _decomposed_ops(graph, fake_mode) if any(name.startswith("aten::") for name in missing) else {}
     for name in missing:
         for node, names in inside.items():
             if name in names or name.partition(".")[0] in names:
@@ -199,7 +199,10 @@ def _check_all_found(
                     f"splitting op {name} only appears when {op_name(node) or node.target} is decomposed"
                     f"{line_of(node)}, and the graph is cut before that; name {op_name(node) or node.target} instead"
                 )
-        logger.warning("splitting op %s does not occur in the traced graph, so nothing is cut there", name)
+    if found:
+        logger.info("splitting ops that do not occur in the traced graph: %s", ", ".join(missing))
+    else:
+        logger.warning("nothing is cut: none of the splitting ops %s occurs in the traced graph", ", ".join(missing))
 
 
 def _decomposed_ops(graph: GraphModule, fake_mode: internals.FakeTensorMode) -> dict[Node, set[str]]:
@@ -415,10 +418,9 @@ class _Splitter:
         for node in region.nodes:
             for arg in node.all_input_nodes:
                 for leaf in self.leaves(arg, inside):
-                    value = self.effects.values[leaf]
-                    if isinstance(value, torch.SymInt):
-                        sizes.update(dict.fromkeys(self.symbols_of(value)))
-                    elif not self.effects.is_scalar(leaf):
+                    if self.effects.is_scalar(leaf):
+                        sizes.update(dict.fromkeys(self.symbols_of(leaf)))
+                    else:
                         found[leaf] = None
         bare: set[sympy.Basic] = set()
         used: dict[sympy.Symbol, None] = {}
@@ -426,32 +428,22 @@ class _Splitter:
             assert isinstance(node, Node)
             for tensor in tensors_in(self.effects.values[node]):
                 bare.update(internals.size_expression(size, self.shape_env) for size in tensor.shape)
-                for size in (*tensor.shape, *tensor.stride()):
-                    used.update(dict.fromkeys(self.symbols_of(size)))
+                used.update(dict.fromkeys(internals.size_symbols((*tensor.shape, *tensor.stride()), self.shape_env)))
         sizes.update({symbol: None for symbol in used if symbol not in bare})
         return (*found, *sorted(sizes, key=str))
 
     def leaves(self, node: Node, inside: set[Node]) -> Iterator[Node]:
-        """Yield the inputs that a use of ``node`` needs; numbers end at the sizes that they follow from."""
+        """Yield what a use of ``node`` needs from outside: tensors with memory of their own, and numbers."""
         if node in inside or (node := self.resolve(node)) in inside or node.op == "get_attr":
             return
-        if self.effects.is_view(node) or self.is_arithmetic(node):
+        if self.effects.is_view(node):
             for arg in node.all_input_nodes:
                 yield from self.leaves(arg, inside)
         else:
             yield node
 
-    def is_arithmetic(self, node: Node) -> bool:
-        """Whether a node computes a number from other numbers."""
-        return (
-            node.op != "placeholder"
-            and self.effects.is_scalar(node)
-            and all(self.effects.is_scalar(arg) for arg in node.all_input_nodes)
-        )
-
-    def symbols_of(self, size: int | torch.SymInt) -> list[sympy.Symbol]:
-        expression = internals.size_expression(size, self.shape_env)
-        return sorted((s for s in expression.free_symbols if isinstance(s, sympy.Symbol)), key=str)
+    def symbols_of(self, node: Node) -> list[sympy.Symbol]:
+        return internals.size_symbols(self.effects.values[node], self.shape_env)
 
     def aliases(self, inputs: tuple[PieceInput, ...]) -> tuple[tuple[int, ...], ...]:
         """Return the groups of inputs that share memory: of real parameters, and of op results."""
@@ -472,7 +464,7 @@ class _PieceBuilder:
     def __init__(self, splitter: _Splitter, inputs: tuple[PieceInput, ...]) -> None:
         self.splitter = splitter
         self.graph = Graph()
-        self.env: dict[Node, Node] = {}
+        self.env: dict[Node, Any] = {}
         self.sizes: dict[sympy.Symbol, Node] = {}
         for value in inputs:
             if isinstance(value, sympy.Symbol):
@@ -500,19 +492,11 @@ class _PieceBuilder:
         resolved = self.splitter.resolve(node)
         if resolved in self.env:
             return self.env[resolved]
-        if self.splitter.effects.is_scalar(resolved) and not self.splitter.is_arithmetic(resolved):
-            return self.size(resolved)
+        if self.splitter.effects.is_scalar(resolved):
+            value = self.splitter.effects.values[resolved]
+            self.env[resolved] = internals.compute_size(value, self.splitter.shape_env, self.sizes)
+            return self.env[resolved]
         return self.copy(resolved)
-
-    def size(self, node: Node) -> Any:
-        """Return the input that carries a size of the traced graph, or the number that it is."""
-        value = self.splitter.effects.values[node]
-        if not isinstance(value, torch.SymInt):
-            return value
-        expression = internals.size_expression(value, self.splitter.shape_env)
-        if expression in self.sizes:
-            return self.sizes[expression]  # pyright: ignore[reportArgumentType]
-        raise SplitError(f"size {node.name} is {expression} in terms of other sizes, which no piece can take as an input")
 
     def finish(self, outputs: Sequence[Node]) -> GraphModule:
         self.graph.output(tuple(self.env[node] for node in outputs))

@@ -79,6 +79,11 @@ class BoundState:
         return eval_source(source, self.assumptions.scope, self.frame_globals)
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the bound tensors."""
+        return [binding.tensor for binding in self.bindings]
+
+    @property
     def num_calls_for_all_addresses(self) -> int:
         """Return within how many calls a raw change of a parameter's storage is noticed."""
         return 1 if self.check_all else -(-len(self.bindings) // SAMPLE_SIZE)

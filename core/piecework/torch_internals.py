@@ -6,7 +6,9 @@ When a new torch breaks something, this is the only module to mend.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -18,13 +20,16 @@ from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._C._dynamo.guards import TensorGuards
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError, Unsupported, UserError
-from torch._guards import TracingContext
+from torch._dynamo.source import TensorProperty, TensorPropertySource
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import _config as symbolic_shapes_config
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, ShapeEnv, free_unbacked_symbols
 from torch.jit._builtins import _find_builtin
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.value_ranges import ValueRanges
 
 __all__ = [
@@ -61,12 +66,27 @@ def one_trace_for_all_sizes() -> Iterator[None]:
 @contextlib.contextmanager
 def strict_dynamo() -> Iterator[None]:
     """Trace without the memory of earlier traces, refuse side effects, and record inner hooks."""
-    with torch._dynamo.config.patch(
-        automatic_dynamic_shapes=False,
-        side_effect_replay_policy="error",
-        skip_nnmodule_hook_guards=False,
-    ):
-        yield
+    torch_guards = logging.getLogger("torch._guards")
+    torch_guards.addFilter(_is_no_error)
+    try:
+        with torch._dynamo.config.patch(
+            automatic_dynamic_shapes=False,
+            side_effect_replay_policy="error",
+            skip_nnmodule_hook_guards=False,
+        ):
+            yield
+    finally:
+        torch_guards.removeFilter(_is_no_error)
+
+
+def _is_no_error(record: logging.LogRecord) -> bool:
+    """Keep out what torch logs of a guard it can't make: it raises the same, and we say it better."""
+    return record.levelno < logging.ERROR
+
+
+def outside_of_tracing() -> contextlib.AbstractContextManager[Any]:
+    """Compile pieces inside a Dynamo backend as if outside: the context of the trace is none of theirs."""
+    return tracing(None)
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
@@ -141,21 +161,32 @@ def size_relation(relation: sympy.Basic, shape_env: ShapeEnv) -> sympy.Basic:
 
 
 def is_known_number(value: Any) -> bool:
-    """Whether a value is a number that follows from the sizes of inputs, not from their contents."""
+    """Whether a value is a number, or a ``torch.Size``, that follows from the sizes of inputs, not their contents."""
+    if isinstance(value, tuple):
+        return len(value) > 0 and all(is_known_number(item) for item in value)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return not free_unbacked_symbols(value)
     return isinstance(value, (int, float, bool))
 
 
-def symbol_sources(shape_env: ShapeEnv) -> dict[sympy.Symbol, tuple[str, int]]:
-    """Return for each symbol the tensor expression (over ``L``) and the dim that it was made for."""
-    sources: dict[sympy.Symbol, tuple[str, int]] = {}
+@dataclass(frozen=True)
+class SymbolSource:
+    """The tensor (an expression over ``L``), the property and the dim that a symbol was made for."""
+
+    tensor: str
+    is_stride: bool
+    dim: int
+
+
+def symbol_sources(shape_env: ShapeEnv) -> dict[sympy.Symbol, SymbolSource]:
+    """Return what each symbol was made for."""
+    sources: dict[sympy.Symbol, SymbolSource] = {}
     for symbol, found in shape_env.var_to_sources.items():
         for source in found:
-            base, dim = getattr(source, "base", None), getattr(source, "idx", None)
-            if base is not None and isinstance(dim, int):
-                name = base.name if isinstance(base.name, str) else base.name()
-                sources.setdefault(symbol, (name, dim))
+            if isinstance(source, TensorPropertySource) and source.idx is not None:
+                name = source.base.name if isinstance(source.base.name, str) else source.base.name()
+                is_stride = source.prop is TensorProperty.STRIDE
+                sources.setdefault(symbol, SymbolSource(name, is_stride, source.idx))
     return sources
 
 
@@ -164,9 +195,34 @@ def symbol_range(shape_env: ShapeEnv, symbol: sympy.Symbol) -> ValueRanges[sympy
     return shape_env.var_to_range[symbol]
 
 
+EXPRESSION_NAMESPACE = {"math": math, "torch": torch}
+"""What printed expressions may refer to."""
+
+
 def print_expression(expression: sympy.Basic) -> str:
     """Return a size expression as Python."""
     return PythonPrinter().doprint(expression)
+
+
+def size_symbols(value: Any, shape_env: ShapeEnv) -> list[sympy.Symbol]:
+    """Return the symbols that a number, or a tuple of numbers, is made of."""
+    if isinstance(value, tuple):
+        return [symbol for item in value for symbol in size_symbols(item, shape_env)]
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return []
+    free = shape_env.replace(value.node.expr).free_symbols
+    return sorted((symbol for symbol in free if isinstance(symbol, sympy.Symbol)), key=str)
+
+
+def compute_size(value: Any, shape_env: ShapeEnv, inputs: Mapping[sympy.Symbol, torch.fx.Node]) -> Any:
+    """Return nodes, after the inputs of their graph, that compute a number from the sizes it is made of."""
+    if isinstance(value, tuple):
+        return tuple(compute_size(item, shape_env, inputs) for item in value)
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value
+    proxies = {symbol: torch.fx.Proxy(node) for symbol, node in inputs.items()}
+    computed = sympy_interp(PythonReferenceAnalysis, proxies, shape_env.replace(value.node.expr))
+    return computed.node if isinstance(computed, torch.fx.Proxy) else computed
 
 
 def make_symint(shape_env: ShapeEnv, symbol: sympy.Symbol) -> torch.SymInt:

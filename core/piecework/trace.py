@@ -57,9 +57,12 @@ class Assumptions:
 
     manager: Any
     scope: dict[str, Any]
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
     def departure(self) -> str | None:
         """Return the first thing that no longer is as it was traced, with both values, or None."""
+        if torch.get_default_dtype() != self.default_dtype:
+            return f"the default dtype was {self.default_dtype} when traced, now it is {torch.get_default_dtype()}"
         with torch.no_grad(), torch.inference_mode(False):
             failed = internals.failed_guard(self.manager, self.scope)
         return None if failed is None else self._describe(failed)
@@ -72,7 +75,7 @@ class Assumptions:
         if expression is not None:
             try:
                 current = eval(expression.group(), {"L": self.scope, "G": {}})  # noqa: S307 - Dynamo's own source text
-                now = f", now it is {current!r}" if not isinstance(current, torch.nn.Module) else ""
+                now = f", now it is {current!r}" if not isinstance(current, (torch.nn.Module, torch.Tensor)) else ""
             except (AttributeError, KeyError, IndexError, TypeError):
                 now = ", now it is gone"
         line = f" (read at: {where.strip()})" if where else ""
@@ -93,7 +96,8 @@ class Trace:
     arguments: Arguments
     outputs: OutputSpec
     relations: tuple[Relation, ...]
-    dim_of_symbol: dict[sympy.Symbol, str]
+    meaning_of_symbol: dict[sympy.Symbol, str | int]
+    """The named dim that a symbol stands for, or the number where calls are held to one (a stride)."""
     fake_mode: internals.FakeTensorMode
     assumptions: Assumptions
     frame_globals: dict[str, Any]
@@ -226,9 +230,9 @@ def _finish(
     shape_env = fake_mode.shape_env
     frame_globals = frame.__globals__
     tensor_index = _fake_positions(arguments, scope)
-    dim_of_symbol = _dims_of_symbols(shape_env, scope, tensor_index, arguments)
+    meaning_of_symbol = _meanings_of_symbols(shape_env, scope, tensor_index, arguments)
     inputs = [
-        _graph_input(node, source, scope, frame_globals, tensor_index, dim_of_symbol, shape_env, owner)
+        _graph_input(node, source, scope, frame_globals, tensor_index, meaning_of_symbol, shape_env, owner)
         for node, source in zip(graph.graph.find_nodes(op="placeholder"), recorded.sources, strict=True)
     ]
     bound = {
@@ -244,8 +248,8 @@ def _finish(
         inputs=tuple(inputs),
         arguments=arguments,
         outputs=outputs,
-        relations=_relations(shape_env, dim_of_symbol),
-        dim_of_symbol=dim_of_symbol,
+        relations=_relations(shape_env, meaning_of_symbol),
+        meaning_of_symbol=meaning_of_symbol,
         fake_mode=fake_mode,
         assumptions=Assumptions(internals.guards_of(frame.__code__), state),
         frame_globals=frame_globals,
@@ -267,16 +271,17 @@ def _fake_positions(arguments: Arguments, scope: Mapping[str, Any]) -> dict[int,
     return {id(eval(spec.path, dict(scope))): i for i, spec in enumerate(arguments.tensors)}  # noqa: S307 - our paths
 
 
-def _dims_of_symbols(
+def _meanings_of_symbols(
     shape_env: internals.ShapeEnv, scope: Mapping[str, Any], tensor_index: Mapping[int, int], arguments: Arguments
-) -> dict[sympy.Symbol, str]:
+) -> dict[sympy.Symbol, str | int]:
     tensors = arguments.tensors
-    names: dict[sympy.Symbol, str] = {}
-    for symbol, (source, dim) in internals.symbol_sources(shape_env).items():
-        position = tensor_index.get(id(eval_source(source, scope, {})))
-        if position is not None and isinstance(name := tensors[position].dims[dim], str):
-            names[symbol] = name
-    return names
+    meanings: dict[sympy.Symbol, str | int] = {}
+    for symbol, source in internals.symbol_sources(shape_env).items():
+        position = tensor_index.get(id(eval_source(source.tensor, scope, {})))
+        if position is not None:
+            spec = tensors[position]
+            meanings[symbol] = spec.strides[source.dim] if source.is_stride else spec.dims[source.dim]
+    return meanings
 
 
 def _graph_input(
@@ -285,13 +290,13 @@ def _graph_input(
     scope: Mapping[str, Any],
     frame_globals: Mapping[str, Any],
     tensor_index: Mapping[int, int],
-    dim_of_symbol: Mapping[sympy.Symbol, str],
+    meaning_of_symbol: Mapping[sympy.Symbol, str | int],
     shape_env: internals.ShapeEnv,
     owner: str,
 ) -> GraphInput:
     example = node.meta["example_value"]
     if isinstance(example, torch.SymInt):
-        expression = named_expression(example.node.expr, dim_of_symbol)
+        expression = named_expression(example.node.expr, meaning_of_symbol)
         return GraphInput(InputKind.SIZE, size=internals.print_expression(expression))
     value = eval_source(source, scope, frame_globals)
     if id(value) in tensor_index:
@@ -305,18 +310,26 @@ def _graph_input(
     return GraphInput(kind, source=source)
 
 
-def named_expression(expression: sympy.Basic, dim_of_symbol: Mapping[sympy.Symbol, str]) -> sympy.Basic:
+def named_expression(expression: sympy.Basic, meaning_of_symbol: Mapping[sympy.Symbol, str | int]) -> sympy.Basic:
     """Return an expression over symbols named like the dims."""
-    names = {symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, name in dim_of_symbol.items()}
-    return expression.xreplace(names)
+    meanings = {
+        symbol: dim_symbol(meaning) if isinstance(meaning, str) else sympy.Integer(meaning)
+        for symbol, meaning in meaning_of_symbol.items()
+    }
+    return expression.xreplace(meanings)
+
+
+def dim_symbol(name: str) -> sympy.Symbol:
+    """Return the symbol that stands for a named dim, or for the variable that holds its size."""
+    return sympy.Symbol(name, integer=True, positive=True)
 
 
 def _relations(
-    shape_env: internals.ShapeEnv, dim_of_symbol: Mapping[sympy.Symbol, str]
+    shape_env: internals.ShapeEnv, meaning_of_symbol: Mapping[sympy.Symbol, str | int]
 ) -> tuple[Relation, ...]:
     relations: dict[sympy.Basic, Relation] = {}
     for guard in internals.shape_guards(shape_env):
-        expression = named_expression(guard.relation, dim_of_symbol)
+        expression = named_expression(guard.relation, meaning_of_symbol)
         if expression not in (sympy.true, True):
             relations.setdefault(expression, Relation(expression, guard.user_line))
     return tuple(relations.values())
@@ -328,7 +341,7 @@ def _relations(
 def _trace_error(error: BaseException, recorded: _Recorded, owner: str, arguments: Arguments) -> CompileError:
     if isinstance(error, internals.InternalTorchDynamoError) and "side effect" in str(error).lower():
         return CompileError(
-            f"{owner} changes Python state in its forward ({_first_line(error)}){_user_line(error)}; one trace can't "
+            f"{owner} changes Python state in its forward: {_changed_state(error)}{_user_line(error)}; one trace can't "
             "repeat that at every call. Keep such state in a buffer and change it in place, or use level 1"
         )
     specialised = _specialised(error, recorded, arguments)
@@ -338,6 +351,12 @@ def _trace_error(error: BaseException, recorded: _Recorded, owner: str, argument
         f"{owner} can't be traced as one graph: {_first_line(error)}{_user_line(error)}; move that line out of the "
         "forward, make it an op with torch.library.custom_op, or use level 1 (DYNAMO_AS_IS), which allows graph breaks"
     )
+
+
+def _changed_state(error: BaseException) -> str:
+    sources = re.search(r"double check: \[(.*?)\]\n", f"{error}\n", re.DOTALL)
+    text = sources.group(1) if sources else _first_line(error)
+    return text.replace(f"L['{TARGET}']", "self").strip('"')
 
 
 def _specialised(error: BaseException, recorded: _Recorded, arguments: Arguments) -> str | None:
@@ -350,10 +369,12 @@ def _specialised(error: BaseException, recorded: _Recorded, arguments: Arguments
         relation = guard.relation
         if isinstance(relation, sympy.Eq) and len(relation.free_symbols) == 1:
             (symbol,) = relation.free_symbols
-            source, dim = sources.get(symbol, ("an argument", 0))
-            path = re.sub(r"L\['(\w+)'\]", r"\1", source)
+            source = sources.get(symbol)
+            path = re.sub(r"L\['(\w+)'\]", r"\1", source.tensor) if source else ""
             spec = next((spec for spec in arguments.tensors if spec.path == path), None)
-            name = spec.dims[dim] if spec else "?"
+            if spec is None or source is None:
+                continue
+            dim, name = source.dim, spec.dims[source.dim]
             value = relation.rhs if relation.lhs == symbol else relation.lhs
             line = f", by this line: {guard.user_line}" if guard.user_line else ""
             return (

@@ -1,0 +1,127 @@
+"""``torch.compile(model, backend="piecework")``: level 3 behind torch's own guards.
+
+Torch keeps its guards and recompiles, so the one trace for all calls does not apply; splitting,
+dedupe and compiling do. Each graph that Dynamo hands over is treated alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+
+from piecework import torch_internals as internals
+from piecework.compilers import compile_pieces
+from piecework.config import CompilationConfig
+from piecework.config_checks import CompilationLevel
+from piecework.counting import counters
+from piecework.dedupe import deduplicate
+from piecework.entry import NO_STATE, without_gradients
+from piecework.errors import ConfigError
+from piecework.forward import compile_lock, count_pieces, input_kind, splitting_ops
+from piecework.pieces import InputKind
+from piecework.plugins import plugin_manager
+from piecework.run import straight_line
+from piecework.settings import resolve_settings
+from piecework.split import PieceStep, split_graph
+from piecework.trace import GraphInput
+
+logger = logging.getLogger(__name__)
+
+
+def piecework_backend(
+    graph: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Split, deduplicate and compile a graph of Dynamo's.
+
+    Args:
+        graph: what Dynamo traced.
+        example_inputs: its inputs, fake or real.
+        options: fields of ``CompilationConfig``, as ``torch.compile(options={...})`` hands them over.
+        mode: not used; ``torch.compile`` hands it over when it is given.
+
+    Raises:
+        ConfigError: an option is no field of ``CompilationConfig``, or a mode is given.
+        SplitError: the graph can't be cut.
+        CompileError: a piece can't be compiled.
+    """
+    if mode not in (None, "default"):
+        raise ConfigError(f'torch.compile(backend="piecework") takes no mode, got {mode!r}; settings go into options')
+    argument = CompilationConfig(**dict(options)) if options else None
+    settings = resolve_settings(argument, default_level=CompilationLevel.PIECEWISE)
+    manager = plugin_manager()
+    if settings.level is not CompilationLevel.PIECEWISE:
+        return graph.forward
+    with compile_lock:
+        counters.num_graphs_seen += 1
+        fake_mode = internals.current_fake_mode()
+        assert fake_mode.shape_env is not None
+        inputs = _inputs(graph)
+        ops, asked_for = splitting_ops(settings, manager)
+        split = split_graph(graph, fake_mode, ops, must_match=asked_for)
+        count_pieces(split)
+
+        def kinds_of(step: PieceStep) -> tuple[InputKind, ...]:
+            return tuple(input_kind(value, inputs) for value in step.inputs)
+
+        unique = deduplicate(split.pieces, kinds_of, fake_mode.shape_env)
+        counters.num_unique_pieces += len(unique)
+        with internals.outside_of_tracing():
+            compiled = compile_pieces(unique, settings.config, manager, fake_mode.shape_env, owner="graph")
+        runs = {place: one.run for one in compiled for place in one.unique.places}
+        readers = _size_readers(graph, fake_mode.shape_env)
+        names = {symbol: str(symbol) for symbol in readers}
+        line = straight_line(
+            *(split, [runs[i] for i in range(len(runs))], inputs, {}, list(names.values()), names, fake_mode.shape_env),
+            name="graph",
+        )
+    return _called_by_dynamo(line.function, inputs, list(readers.values()))
+
+
+def _inputs(graph: torch.fx.GraphModule) -> dict[torch.fx.Node, GraphInput]:
+    """Take every tensor that Dynamo passes, parameters too, as an argument of the generated code."""
+    inputs: dict[torch.fx.Node, GraphInput] = {}
+    for position, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+        is_size = isinstance(node.meta["example_value"], torch.SymInt)
+        inputs[node] = GraphInput(InputKind.SIZE) if is_size else GraphInput(InputKind.ACTIVATION, position)
+    return inputs
+
+
+SizeReader = tuple[int, int | None]
+"""Position of an argument, and the dim to read; None where the argument is the size itself."""
+
+
+def _size_readers(graph: torch.fx.GraphModule, shape_env: internals.ShapeEnv) -> dict[sympy.Symbol, SizeReader]:
+    """Return for each symbol where its value is found among the arguments."""
+    readers: dict[sympy.Symbol, SizeReader] = {}
+    for position, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+        example = node.meta["example_value"]
+        sizes = [(None, example)] if isinstance(example, torch.SymInt) else list(enumerate(getattr(example, "shape", ())))
+        for dim, size in sizes:
+            if isinstance(size, torch.SymInt):
+                expression = internals.size_expression(size, shape_env)
+                if isinstance(expression, sympy.Symbol):
+                    readers.setdefault(expression, (position, dim))
+    return readers
+
+
+def _called_by_dynamo(
+    run: Callable[..., Any], inputs: Mapping[torch.fx.Node, GraphInput], readers: Sequence[SizeReader]
+) -> Callable[..., Any]:
+    """Return a function that takes Dynamo's arguments; torch guards the grad mode, so it is fixed here."""
+    positions = [given.tensor_index for given in inputs.values() if given.tensor_index is not None]
+    with_gradients = torch.is_grad_enabled()
+
+    def call(*args: Any) -> Any:
+        sizes = [args[position] if dim is None else args[position].size(dim) for position, dim in readers]
+        given = (*(args[position] for position in positions), *sizes)
+        return without_gradients(run, NO_STATE, given) if with_gradients else run(*given)
+
+    return call
