@@ -306,7 +306,9 @@ def forward_of(model: Any, what: str) -> Forward:
         return forward
     if getattr(type(model), "__piecework_decoration__", None) is not None:
         raise ConfigError(f"{what}: this {type(model).__qualname__} has not been called yet")
-    raise ConfigError(f"{what} takes what piecework.compile returned, or an instance of a decorated class, got {model!r}")
+    raise ConfigError(
+        f"{what} takes what piecework.compile returned, or an instance of a decorated class, got {model!r}"
+    )
 
 
 def release(model: Any) -> None:

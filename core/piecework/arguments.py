@@ -20,7 +20,15 @@ from piecework.torch_internals import mark_dynamic
 DimNames = dict[int, str]
 CONSTANT_TYPES = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), enum.Enum, slice),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, type, types.FunctionType, types.BuiltinFunctionType),
+    *(
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+        type,
+        types.FunctionType,
+        types.BuiltinFunctionType,
+    ),
 )
 
 

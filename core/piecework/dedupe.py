@@ -94,7 +94,7 @@ class _Canonicalizer:
         if not isinstance(size, (int, torch.SymInt)):
             return repr(size)
         expression = internals.size_expression(size, self.shape_env)
-        for symbol in sorted(expression.free_symbols, key=str):
+        for symbol in internals.size_symbols(size, self.shape_env):
             self.symbols.setdefault(symbol, sympy.Symbol(f"s{len(self.symbols)}", integer=True, positive=True))
         return str(expression.xreplace(self.symbols))
 

@@ -29,7 +29,8 @@ class Effects:
         storages: the storages of the tensors that it gives, in order.
         written: the storages that the node writes to.
         aliased: for a node whose result shares memory with one of its arguments: that argument.
-        identical: the nodes whose result is that argument, as with ops that work in place.
+        identical: the nodes whose result has the values and the layout of that argument: ops that
+            work in place, and those that do nothing, such as dropout in evaluation.
     """
 
     values: dict[Node, Any] = field(default_factory=dict)
@@ -134,8 +135,15 @@ class _Finder(Interpreter):
         if keys <= {internals.storage_key(tensor) for _, tensor in sharing}:
             same = [arg for arg, tensor in sharing if tensor is result]
             self.effects.aliased[node] = (same or [sharing[0][0]])[0]
-            if same:
+            tensor = sharing[0][1]
+            if same or (isinstance(result, torch.Tensor) and _looks(result) == _looks(tensor)):
                 self.effects.identical.add(node)
+
+
+def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what tells two views of one storage apart."""
+    offset = tensor.storage_offset()
+    return tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), offset, tensor.is_conj(), tensor.is_neg()
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -192,7 +200,9 @@ def aten_name(node: Node) -> str | None:
         return None
     target: Any = node.target
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        name = target.name().partition(".")[0] if isinstance(target, torch._ops.OpOverload) else target._qualified_op_name
+        name = (
+            target.name().partition(".")[0] if isinstance(target, torch._ops.OpOverload) else target._qualified_op_name
+        )
         return name if name.startswith("aten::") else None
     builtin = internals.builtin_name(target)
     if builtin is not None:

@@ -205,7 +205,9 @@ class _Generator:
                 read = f"{spec.path}.size({position})"
                 if dim in seen:
                     text = f"dim {dim!r} is {{}} in argument {seen[dim]} but {{}} in argument {spec.path}"
-                    self.equalities.append((f"{read} == {self.sizes[dim]}", f"{text!r}.format({self.sizes[dim]}, {read})"))
+                    self.equalities.append(
+                        (f"{read} == {self.sizes[dim]}", f"{text!r}.format({self.sizes[dim]}, {read})")
+                    )
                 else:
                     seen[dim] = spec.path
                     self.lines.append(f"{self.sizes[dim]} = {read}")
@@ -356,7 +358,7 @@ class TensorChecks:
             return  # a single row may have any stride: nothing to learn for other sizes
         if check is None:
             sizes = [[size if isinstance(size, int) else None for size in spec.dims] for spec in specs]
-            check = internals.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+            check = internals.tensor_check(tensors, sizes, strides)
             self.variants = [check, *self.variants[: MAX_CHECK_VARIANTS - 1]]
         self.namespace["_pw_check"] = check
 

@@ -187,7 +187,9 @@ class Forward:
         backend = _backend() if level is CompilationLevel.DYNAMO_ONCE else None
         traced = trace(self.target, arguments, values, owner=self.owner, backend=backend)
         counters.num_graphs_seen += 1
-        logger.info("%s: traced one graph of %d nodes in %.2f s", self.owner, len(traced.graph.graph.nodes), traced.seconds)
+        logger.info(
+            "%s: traced one graph of %d nodes in %.2f s", self.owner, len(traced.graph.graph.nodes), traced.seconds
+        )
         builder = _Builder(self, settings, manager, traced)
         return builder.dynamo_once() if backend else builder.piecewise()
 
@@ -277,7 +279,15 @@ class _Builder:
 
     def straight_line(self, split: SplitGraph, runs: Sequence[Callable[..., Any]]) -> StraightLine:
         return straight_line(
-            *(split, runs, self.placeholders, self.bound, self.dims, self.trace.meaning_of_symbol, self.trace.shape_env),
+            *(
+                split,
+                runs,
+                self.placeholders,
+                self.bound,
+                self.dims,
+                self.trace.meaning_of_symbol,
+                self.trace.shape_env,
+            ),
             name=self.owner,
         )
 
@@ -304,7 +314,10 @@ class _Builder:
 
     def log_summary(self, split: SplitGraph, compiled: Sequence[CompiledUniquePiece]) -> None:
         stages = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in self.seconds.items())
-        logger.info("%s: %d pieces, %d to compile, %d unique; %s", self.owner, split.num_pieces, len(split.pieces), len(compiled), stages)  # fmt: skip
+        logger.info(
+            "%s: %d pieces, %d to compile, %d unique; %s",
+            *(self.owner, split.num_pieces, len(split.pieces), len(compiled), stages),
+        )
         if (sizes := compile_context()) is not None:
             logger.info("%s: nothing here captures graphs, so sizes %s run uncaptured", self.owner, list(sizes))
 
@@ -417,4 +430,3 @@ def _dynamo_as_is(target: Callable[..., Any]) -> Callable[..., Any]:
 def all_forwards() -> list[Forward]:
     """Return every model and function that is under Piecework now."""
     return list(_forwards)
-

@@ -104,7 +104,9 @@ class _Describer:
 
     def builtin_container(self, value: Any, where: str) -> str:
         if isinstance(value, dict):
-            items = (f"{self.constant(key)}: {self.expression(item, f'{where}[{key!r}]')}" for key, item in value.items())
+            items = (
+                f"{self.constant(key)}: {self.expression(item, f'{where}[{key!r}]')}" for key, item in value.items()
+            )
             return f"{{{', '.join(items)}}}"
         items = [self.expression(item, f"{where}[{i}]") for i, item in enumerate(value)]
         if isinstance(value, list):
@@ -113,8 +115,10 @@ class _Describer:
 
     def other_container(self, value: Any, where: str) -> str:
         """Rebuild a subclass of a container or a dataclass from an empty copy of the traced one."""
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            items = ", ".join(self.expression(item, f"{where}.{name}") for name, item in zip(value._fields, value, strict=True))  # pyright: ignore[reportAttributeAccessIssue]
+        fields = getattr(value, "_fields", None)
+        if isinstance(value, tuple) and fields is not None:
+            pairs = zip(fields, value, strict=True)
+            items = ", ".join(self.expression(item, f"{where}.{name}") for name, item in pairs)
             return f"{self.constant(type(value))}({items})"
         if isinstance(value, (tuple, list)):
             return f"{self.constant(type(value))}({self.builtin_container(list(value), where)})"
@@ -123,7 +127,8 @@ class _Describer:
         if not attributes and not entries and dataclasses.is_dataclass(value):
             attributes = {entry.name: getattr(value, entry.name) for entry in dataclasses.fields(value)}
         shell = _Shell(type(value))
-        return f"{self.constant(shell)}({self.builtin_container(entries, where)}, {self.builtin_container(attributes, where)})"
+        parts = (self.builtin_container(entries, where), self.builtin_container(attributes, where))
+        return f"{self.constant(shell)}({', '.join(parts)})"
 
     def returned_state(self, value: torch.Tensor, where: str) -> str:
         source = self.bound.get(id(value))
@@ -146,7 +151,11 @@ class _Describer:
 
     def refuse_hidden_tensors(self, value: Any, where: str) -> None:
         """Refuse an object that holds a tensor in a place that can't be rebuilt."""
-        held = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)) else ()
+        held = (
+            vars(value).values()
+            if hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module))
+            else ()
+        )
         if any(id(item) in self.token_index or isinstance(item, (torch.Tensor, torch.SymInt)) for item in held):
             raise self.unexplained(value, where)
 
@@ -164,11 +173,10 @@ class _Shell:
         self.kind = kind
 
     def __call__(self, entries: dict[Any, Any], attributes: dict[str, Any]) -> Any:
-        made = self.kind.__new__(self.kind)
+        made: Any = self.kind.__new__(self.kind)  # pyright: ignore[reportCallIssue] - any class
         store = OrderedDict.__setitem__ if isinstance(made, OrderedDict) else dict.__setitem__
         for key, value in entries.items():
             store(made, key, value)
         for name, value in attributes.items():
             object.__setattr__(made, name, value)
         return made
-

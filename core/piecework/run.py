@@ -12,6 +12,7 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from piecework import torch_internals as internals
 from piecework.effects import overload_of
@@ -79,7 +80,12 @@ def straight_line(
 
 
 def whole_graph(
-    trace: Trace, inputs: Mapping[Node, GraphInput], bound: Mapping[Node, torch.Tensor], dims: Sequence[str], *, name: str
+    trace: Trace,
+    inputs: Mapping[Node, GraphInput],
+    bound: Mapping[Node, torch.Tensor],
+    dims: Sequence[str],
+    *,
+    name: str,
 ) -> StraightLine:
     """Generate the function that calls what the backend of level 2 made of the whole graph."""
     namespace: dict[str, Any] = {"backend": trace.backend_result}
@@ -247,7 +253,7 @@ class _Writer:
         if op is not None and op.implementation is not None:
             target = op.implementation
         elif isinstance(target, torch._ops.OpOverloadPacket):
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda arg: self.effects.values[arg])
+            args, kwargs = map_arg((node.args, node.kwargs), lambda arg: self.effects.values[arg])
             target = overload_of(node, args, kwargs) or target
         name = self.functions.get(id(target))
         if name is None:
@@ -260,12 +266,17 @@ class _Writer:
     # The whole.
 
     def finish(self, name: str) -> StraightLine:
-        returned = [self.argument(value) for value in self.split.returned]
+        returned = [self.returned(value) for value in self.split.returned]
         self.add(f"return ({', '.join(returned)}{',' if len(returned) == 1 else ''})")
         parameters = [*self.arguments, *(size_variable(i) for i in range(len(self.dims)))]
         body = "\n".join(f"    {line}" for line in self.with_deletions())
         source = f"def forward({', '.join(parameters)}):\n{body}\n"
         return _made(source, self.namespace, self.bound_names, name)
+
+    def returned(self, value: Any) -> str:
+        if isinstance(value, Node) and value not in self.names and self.effects.is_view(value):
+            self.view(value)  # also one that looks like its base: the caller gets a tensor of its own
+        return self.argument(value)
 
     def with_deletions(self) -> list[str]:
         """Return the lines, with each intermediate dropped after its last use."""

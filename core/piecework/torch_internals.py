@@ -38,7 +38,6 @@ __all__ = [
     "FakeTensorMode",
     "InternalTorchDynamoError",
     "ShapeEnv",
-    "TensorGuards",
     "TorchRuntimeError",
     "Unsupported",
     "UserError",
@@ -59,7 +58,12 @@ def one_trace_for_all_sizes() -> Iterator[None]:
 
     Without it torch assumes that a size is at least 2 and records no guard for that.
     """
-    with symbolic_shapes_config.patch(backed_size_oblivious=True), torch.no_grad():
+    with (
+        symbolic_shapes_config.patch(  # pyright: ignore[reportAttributeAccessIssue] - put there at run time
+            backed_size_oblivious=True
+        ),
+        torch.no_grad(),
+    ):
         yield
 
 
@@ -129,6 +133,14 @@ def failed_guard(manager: Any, scope: dict[str, Any]) -> str | None:
         return None
     parts = manager.check_verbose(scope).verbose_code_parts
     return str(parts[0]) if parts else "a guard without a description"
+
+
+def tensor_check(
+    tensors: Sequence[torch.Tensor], sizes: list[list[int | None]], strides: list[list[int | None]]
+) -> Callable[..., bool]:
+    """Return torch's compiled check that tensors are like these; None leaves a size or stride open."""
+    guards: Any = TensorGuards
+    return guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
 # --- sizes ----------------------------------------------------------------------------------

@@ -205,10 +205,8 @@ def _recorder(recorded: _Recorded, backend: Callable[..., Any] | None) -> Callab
         recorded.sources = [internals.input_source(node)[0] for node in placeholders]
         recorded.fake_mode = internals.current_fake_mode()
         recorded.graph = graph
-        recorded.tokens = tuple(
-            node.meta["example_value"] if isinstance(node, torch.fx.Node) else node
-            for node in graph.graph.output_node().args[0]  # pyright: ignore[reportGeneralTypeIssues]
-        )
+        outputs: Any = graph.graph.output_node().args[0]
+        recorded.tokens = tuple(o.meta["example_value"] if isinstance(o, torch.fx.Node) else o for o in outputs)
         if backend is not None:
             recorded.backend_result = backend(graph, example_inputs)
         return lambda *_: recorded.tokens
@@ -369,7 +367,7 @@ def _specialised(error: BaseException, recorded: _Recorded, arguments: Arguments
         relation = guard.relation
         if isinstance(relation, sympy.Eq) and len(relation.free_symbols) == 1:
             (symbol,) = relation.free_symbols
-            source = sources.get(symbol)
+            source = sources.get(symbol)  # pyright: ignore[reportArgumentType] - sympy calls it Basic
             path = re.sub(r"L\['(\w+)'\]", r"\1", source.tensor) if source else ""
             spec = next((spec for spec in arguments.tensors if spec.path == path), None)
             if spec is None or source is None:
@@ -406,4 +404,3 @@ def _user_line(error: BaseException) -> str:
 def signature_of(target: Callable[..., Any]) -> inspect.Signature:
     """Return the signature of a function, or of a module's forward without ``self``."""
     return inspect.signature(target.forward if isinstance(target, torch.nn.Module) else target)
-

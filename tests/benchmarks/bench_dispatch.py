@@ -149,7 +149,7 @@ def checks(num_inputs: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", help="write all medians, in microseconds, to this file")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a bound of the project is not kept")
     given = parser.parse_args()

@@ -73,7 +73,7 @@ def in_a_process(contender: str, num_layers: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--json", help="write all figures to this file")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a bound of the project is not kept")
