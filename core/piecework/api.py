@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
@@ -86,7 +87,7 @@ def _compile_function(function: Any, config: CompilationConfig | None, given: Gi
     def publish(answer: Callable[..., Any]) -> None:
         current[0] = answer
 
-    compiled.__piecework_forward__ = Forward(  # pyright: ignore[reportFunctionMemberAccess]
+    forward = Forward(
         function,
         function,
         owner=owner,
@@ -95,6 +96,7 @@ def _compile_function(function: Any, config: CompilationConfig | None, given: Gi
         default_level=CompilationLevel.PIECEWISE,
         publish=publish,
     )
+    vars(compiled)["__piecework_forward__"] = forward
     return compiled
 
 
@@ -128,11 +130,8 @@ def _compile_module(module: nn.Module, config: CompilationConfig | None, given: 
     cls = type(module)
     owner = cls.__qualname__
     dims = dynamic_dims(signature_of(module), given, owner=owner, namespace=_namespace(cls))
-    subclass: Any = type(cls)(
-        cls.__name__,
-        (_CompiledModule, cls),
-        {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__},
-    )
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    subclass: Any = types.new_class(cls.__name__, (_CompiledModule, cls), exec_body=lambda space: space.update(names))
     compiled = object.__new__(subclass)
     object.__setattr__(compiled, "__dict__", module.__dict__)
 

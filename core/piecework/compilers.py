@@ -11,6 +11,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch.fx.node import map_arg
 
 from piecework import torch_internals as internals
 from piecework.config import CompilationConfig
@@ -137,7 +138,7 @@ def specialised(piece: Piece, size: int | Mapping[str, int], values: Mapping[sym
             node.meta["example_value"] = example
             if isinstance(example, int):
                 for user in list(node.users):
-                    user.args, user.kwargs = torch.fx.node.map_arg(
+                    user.args, user.kwargs = map_arg(
                         (user.args, user.kwargs), lambda arg, node=node, number=example: number if arg is node else arg
                     )
             examples.append(example)

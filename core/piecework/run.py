@@ -149,6 +149,7 @@ class _Writer:
         self.uses: list[str] = []
         self.functions: dict[int, str] = {}
         self.arguments: list[str] = []
+        self.known_sizes: set[sympy.Basic] = set(meaning_of_symbol)
         activations = [(g.tensor_index, node) for node, g in inputs.items() if g.kind is InputKind.ACTIVATION]
         for position, node in sorted(activations, key=lambda pair: pair[0] or 0):
             self.names[node] = f"a{position}"
@@ -167,7 +168,7 @@ class _Writer:
         call = f"{step.name}({', '.join(given)})"
         if step.outputs:
             results = [self.new_name(node) for node in step.outputs]
-            self.add(f"{', '.join(results)}{',' if len(results) == 1 else ''} = {call}", results)
+            self.add(f"{', '.join(results)}{',' if len(results) == 1 else ''} = {call}", results, step.outputs)
         else:
             self.add(call)
 
@@ -182,13 +183,27 @@ class _Writer:
             text = f"{self.function(node, op)}({', '.join(args)})"
         if node.users:
             name = self.new_name(node)
-            self.add(f"{name} = {text}", [name])
+            self.add(f"{name} = {text}", [name], [node])
         else:
             self.add(text)
 
-    def add(self, text: str, defines: Sequence[str] = ()) -> None:
+    def add(self, text: str, defines: Sequence[str] = (), nodes: Sequence[Node] = ()) -> None:
         self.lines.append(_Line(text, self.uses, list(defines)))
         self.uses = []
+        for node in nodes:
+            self.read_sizes(node)
+
+    def read_sizes(self, node: Node) -> None:
+        """Give sizes that follow from no input a variable where a value first has them.
+
+        They come from ops whose results depend on data, and on torch 2.11 from slices up to a size.
+        """
+        for tensor in (value for value in [self.effects.values[node]] if isinstance(value, torch.Tensor)):
+            for dim, size in enumerate(tensor.shape):
+                symbol = internals.size_expression(size, self.shape_env)
+                if isinstance(symbol, sympy.Symbol) and symbol not in self.known_sizes:
+                    self.known_sizes.add(symbol)
+                    self.lines.append(_Line(f"{symbol} = {self.names[node]}.size({dim})", [self.names[node]]))
 
     def new_name(self, node: Node) -> str:
         name = f"v{len(self.names)}_{node.name}"

@@ -240,7 +240,8 @@ def compute_size(value: Any, shape_env: ShapeEnv, inputs: Mapping[sympy.Symbol, 
 def make_symint(shape_env: ShapeEnv, symbol: sympy.Symbol) -> torch.SymInt:
     """Return a SymInt for a symbol that the graph has no input for."""
     values = getattr(shape_env, "backed_var_to_val", None) or shape_env.var_to_val  # renamed in 2.11
-    made = shape_env.create_symintnode(symbol, hint=int(values[symbol]))
+    known = values.get(symbol)  # None for a size that follows from no input
+    made = shape_env.create_symintnode(symbol, hint=None if known is None else int(known))
     assert isinstance(made, torch.SymInt)
     return made
 

@@ -327,6 +327,8 @@ def _relations(
 ) -> tuple[Relation, ...]:
     relations: dict[sympy.Basic, Relation] = {}
     for guard in internals.shape_guards(shape_env):
+        if not guard.relation.free_symbols <= meaning_of_symbol.keys():
+            continue  # of a size that follows from no input: the graph holds its own assertion
         expression = named_expression(guard.relation, meaning_of_symbol)
         if expression not in (sympy.true, True):
             relations.setdefault(expression, Relation(expression, guard.user_line))
