@@ -379,9 +379,17 @@ def _specialised(error: BaseException, recorded: _Recorded, arguments: Arguments
             line = f", by this line: {guard.user_line}" if guard.user_line else ""
             return (
                 f"dim {dim} ({name!r}) of argument {path} is meant to vary, but the model fixes it to {value}{line}; "
-                "mend that line, or leave the dim out of dynamic_arg_dims"
+                f"mend that line, or leave the dim out of dynamic_arg_dims{_unnamed_alike(arguments, value)}"
             )
     return None
+
+
+def _unnamed_alike(arguments: Arguments, value: sympy.Basic) -> str:
+    """Return a hint at static dims of the same size: most often one of them was meant to vary too."""
+    alike = [
+        f"dim {dim} of {spec.path}" for spec in arguments.tensors for dim, size in enumerate(spec.dims) if size == value
+    ]
+    return f"; if they vary with it, name these too: {', '.join(alike)}" if alike else ""
 
 
 def _first_line(error: BaseException) -> str:

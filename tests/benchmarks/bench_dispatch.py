@@ -4,6 +4,7 @@
 whole call with all checks, against a bare loop over the same calls with the same arguments.
 (e) What levels 2 and 3 add to the compiled code called directly, for one, three and eight inputs,
 beside what ``torch.compile`` adds with its guards.
+(prices) What each row of docs/assumptions.md costs per call.
 
     python tests/benchmarks/bench_dispatch.py [--json FILE] [--check]
 """
@@ -148,6 +149,73 @@ def checks(num_inputs: int) -> dict[str, float]:
     return times
 
 
+class Weights(nn.Module):
+    """Has many parameters, all of which the graph reads."""
+
+    def __init__(self, num_parameters: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(4, 64), False) for _ in range(num_parameters))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = x + weight[0]
+        return x
+
+
+def one(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def three(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    return x + y + z
+
+
+def with_scalars(x: torch.Tensor, scale: float = 2.0, flag: bool = True, name: str = "mean") -> torch.Tensor:
+    return x * scale + len(name) if flag else x
+
+
+def with_relation(x: torch.Tensor) -> torch.Tensor:
+    return x + 1 if x.shape[0] > 4 and x.shape[0] % 2 == 0 else x
+
+
+def with_write(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    cache.add_(x)
+    return x + 1
+
+
+def added(target: Any, inputs: tuple[Any, ...], *, gradients: bool = False, **settings: Any) -> float:
+    """Return the microseconds that a call costs besides its compiled code, which does nothing."""
+    config = CompilationConfig(level=3, splitting_ops=(), **settings)
+    with piecework.testing.plugins(NoOpCompiler()), torch.set_grad_enabled(gradients):
+        compiled = piecework.compile(target, config=config)
+        compiled(*inputs)
+        made = forward_of(compiled, "bench").compiled
+        assert made is not None
+        run, tensors = made.run.function, [value for value in inputs if isinstance(value, torch.Tensor)]
+        times = microseconds({"call": lambda: compiled(*inputs), "run": lambda: run(*tensors, 8)})
+    piecework.reset()
+    return times["call"] - times["run"]
+
+
+def prices() -> dict[str, float]:
+    """Measure the rows of docs/assumptions.md."""
+    x, y, z = (torch.zeros(8, 64) for _ in range(3))
+    base = added(one, (x,))
+    few, many = Weights(8), Weights(194)
+    return {
+        "one tensor, all fixed costs": base,
+        "two more tensors": added(three, (x, y, z)) - base,
+        "three scalars": added(with_scalars, (x, 2.0, True, "mean")) - base,
+        "two relations between sizes": added(with_relation, (x,)) - base,
+        "one pair with a written argument": added(with_write, (x, y)) - added(three, (x, y, z)) / 2 - base / 2,
+        "gradients on, nothing requires them": added(one, (x,), gradients=True) - base,
+        "gradients on, an input requires them": added(one, (x.clone().requires_grad_(),), gradients=True) - base,
+        "addresses of eight parameters": added(few, (x,)) - base,
+        "addresses of 194 parameters, sample": added(many, (x,)) - base,
+        "addresses of 194 parameters, always": added(many, (x,), check_parameters="always") - base,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", help="write all medians, in microseconds, to this file")
@@ -167,9 +235,15 @@ def main() -> None:
             f"  {count} inputs: level 2 {added[2]:.2f} us, level 3 {added[3]:.2f} us, torch.compile {guards:.2f} us "
             f"({added[3] / guards:.2f} of it)"
         )
+    rows = prices()
+    print("what each kind of check costs")
+    for name, value in rows.items():
+        print(f"  {name:<38} {value:6.2f} us")
     if given.json:
         with open(given.json, "w") as file:
-            json.dump({"straight_line": line, "checks": by_inputs, "torch": torch.__version__}, file, indent=2)
+            json.dump(
+                {"straight_line": line, "checks": by_inputs, "prices": rows, "torch": torch.__version__}, file, indent=2
+            )
     kept = line["straight line"] < 1.5 * bare and line["whole call"] - line["straight line"] <= 4
     if given.check and not kept:
         sys.exit("the straight line costs more than 1.5 times the bare loop, or the call more than 4 us besides")
