@@ -121,7 +121,7 @@ def _class_name(tensor: torch.Tensor) -> str:
 
 
 def _target_name(target: Any) -> str:
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(target, (internals.OpOverload, internals.OpOverloadPacket)):
         return str(target)
     module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
     # A function made at run time may share its name with others: it is told apart by identity.

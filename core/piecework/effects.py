@@ -80,7 +80,7 @@ class _Finder(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         given = {arg: tensors_in(self.env[arg]) for arg in n.all_input_nodes}
-        before = {id(t): (t._version, t.size(), t.stride()) for ts in given.values() for t in ts}
+        before = {id(t): (internals.version(t), t.size(), t.stride()) for ts in given.values() for t in ts}
         result = super().run_node(n)
         written = set(self.declared_writes(n, given))
         for tensors in given.values():
@@ -91,7 +91,7 @@ class _Finder(Interpreter):
                         f"{n.format_node()} changes the shape of a tensor in place, which the parts of a split graph "
                         f"would not agree on; use the form that returns a new tensor{line_of(n)}"
                     )
-                if tensor._version != version and (key := internals.storage_key(tensor)) is not None:
+                if internals.version(tensor) != version and (key := internals.storage_key(tensor)) is not None:
                     written.add(key)
         self.effects.values[n] = result
         self.effects.written[n] = frozenset(written)
@@ -169,14 +169,14 @@ def line_of(node: Node) -> str:
 def schema_of(node: Node, args: Any, kwargs: Any) -> torch.FunctionSchema | None:
     """Return the schema of the op that a node calls, if it calls one."""
     overload = overload_of(node, args, kwargs)
-    return None if overload is None else overload._schema
+    return None if overload is None else internals.op_schema(overload)
 
 
-def overload_of(node: Node, args: Any, kwargs: Any) -> torch._ops.OpOverload | None:
+def overload_of(node: Node, args: Any, kwargs: Any) -> internals.OpOverload | None:
     """Return the overload that a node calls; a packet picks it by its arguments."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, internals.OpOverload):
         return node.target
-    if isinstance(node.target, torch._ops.OpOverloadPacket):
+    if isinstance(node.target, internals.OpOverloadPacket):
         names = node.target.overloads()
         name = names[0] if len(names) == 1 else internals.called_overload(node.target, args, kwargs)
         return getattr(node.target, name or "default")
@@ -185,10 +185,10 @@ def overload_of(node: Node, args: Any, kwargs: Any) -> torch._ops.OpOverload | N
 
 def op_name(node: Node) -> str | None:
     """Return ``"ns::op"`` for whatever form of an op a node calls, or None."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, internals.OpOverload):
         return node.target.name().partition(".")[0]
-    if isinstance(node.target, torch._ops.OpOverloadPacket):
-        return node.target._qualified_op_name
+    if isinstance(node.target, internals.OpOverloadPacket):
+        return internals.packet_name(node.target)
     return aten_name(node)
 
 
@@ -199,9 +199,11 @@ def aten_name(node: Node) -> str | None:
     if node.op != "call_function":
         return None
     target: Any = node.target
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(target, (internals.OpOverload, internals.OpOverloadPacket)):
         name = (
-            target.name().partition(".")[0] if isinstance(target, torch._ops.OpOverload) else target._qualified_op_name
+            target.name().partition(".")[0]
+            if isinstance(target, internals.OpOverload)
+            else internals.packet_name(target)
         )
         return name if name.startswith("aten::") else None
     builtin = internals.builtin_name(target)

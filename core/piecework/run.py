@@ -267,7 +267,7 @@ class _Writer:
         target: Any = node.target
         if op is not None and op.implementation is not None:
             target = op.implementation
-        elif isinstance(target, torch._ops.OpOverloadPacket):
+        elif isinstance(target, internals.OpOverloadPacket):
             args, kwargs = map_arg((node.args, node.kwargs), lambda arg: self.effects.values[arg])
             target = overload_of(node, args, kwargs) or target
         name = self.functions.get(id(target))

@@ -249,6 +249,25 @@ def make_symint(shape_env: ShapeEnv, symbol: sympy.Symbol) -> torch.SymInt:
 # --- operators ------------------------------------------------------------------------------
 
 
+OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
+
+
+def packet_name(packet: OpOverloadPacket) -> str:
+    """Return ``"ns::op"``."""
+    return packet._qualified_op_name
+
+
+def op_schema(overload: OpOverload) -> torch.FunctionSchema:
+    """Return the schema of an op, which says what it writes to."""
+    return overload._schema
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Return a count that rises with every write to the memory of a tensor."""
+    return tensor._version
+
+
 def storage_key(tensor: torch.Tensor) -> int | None:
     """Return what two tensors that share memory have in common; None where there is no storage."""
     try:
@@ -267,6 +286,6 @@ def all_op_names() -> list[str]:
     return torch._C._dispatch_get_all_op_names()
 
 
-def called_overload(packet: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+def called_overload(packet: OpOverloadPacket, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     """Return the name of the overload that a packet would pick for these arguments."""
-    return torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
+    return torch._C._jit_resolve_packet(packet_name(packet), *args, **kwargs)
