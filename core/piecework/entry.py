@@ -184,7 +184,7 @@ class _Generator:
         value = spec.value
         if value is None or isinstance(value, bool):
             return f"{spec.path} is {value!r}"
-        if type(value) in (int, str, float):
+        if type(value) in (int, str) or type(value) is float and value:  # 0.0 == -0.0
             return f"type({spec.path}) is {type(value).__name__} and {spec.path} == {self.constant(value)}"
         return f"{self.constant(spec.mismatch)}({spec.path}) is None"
 
