@@ -58,6 +58,12 @@ def _(x: torch.Tensor, out: torch.Tensor) -> None:
     return None
 
 
+def _triple_gradient(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient * 3
+
+
+scale3.register_autograd(_triple_gradient)  # so that a model can train where it is not compiled
+
 OPS = ("models::attn", "models::scale3", "models::pair", "models::checked")
 
 both_levels = pytest.mark.parametrize("level", [2, 3])
