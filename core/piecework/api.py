@@ -168,9 +168,13 @@ def _namespace(cls: type) -> dict[str, Any]:
 
 
 class _InstanceState:
-    """Keeps an instance's ``Forward`` in its ``__dict__``; copies and pickles of the instance get None."""
+    """Keeps an instance's ``Forward`` in its ``__dict__``; deep copies and pickles of the instance get None.
 
-    def __init__(self) -> None:
+    A shallow copy gets the same object, and knows by ``instance`` that it is another's.
+    """
+
+    def __init__(self, instance: Any) -> None:
+        self.instance = instance
         self.forward: Forward | None = None
         self.answer: Callable[..., Any] | None = None
 
@@ -178,9 +182,6 @@ class _InstanceState:
         self.answer = answer
 
     def __deepcopy__(self, memo: Any) -> None:
-        return None
-
-    def __copy__(self) -> None:
         return None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -243,8 +244,8 @@ def _decorate(cls: Any, *, given: GivenDims | None, enable_if: Callable[[Any], b
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original_call(self, *args, **kwargs)
-        state = self.__dict__.get(_STATE)  # None in a copy of an instance that was called
-        if state is not None:
+        state = self.__dict__.get(_STATE)  # None in a deep copy of an instance that was called
+        if state is not None and state.instance is self:
             return state.answer(self, *args, **kwargs)
         return _first_call_of_instance(self, original_call)(self, *args, **kwargs)
 
@@ -261,7 +262,7 @@ def _class_dims(cls: type[nn.Module], given: GivenDims | None) -> DynamicDims:
 def _first_call_of_instance(instance: Any, original_call: Callable[..., Any]) -> Callable[..., Any]:
     cls = type(instance)
     original = functools.partial(original_call, instance)
-    state = _InstanceState()
+    state = _InstanceState(instance)
     decoration = cls.__piecework_decoration__
     if decoration is None or (decoration[3] is not None and not decoration[3](instance)):
         state.answer = original_call
@@ -279,9 +280,10 @@ def _first_call_of_instance(instance: Any, original_call: Callable[..., Any]) ->
             publish=state.publish,
         )
     with compile_lock:
-        if instance.__dict__.get(_STATE) is None:
-            instance.__dict__[_STATE] = state
-    return instance.__dict__[_STATE].answer
+        there = instance.__dict__.get(_STATE)
+        if there is None or there.instance is not instance:
+            instance.__dict__[_STATE] = there = state
+    return there.answer
 
 
 def _check_module_class(cls: Any, what: str) -> None:
@@ -299,7 +301,8 @@ def forward_of(model: Any, what: str) -> Forward:
         ConfigError: it is none of these.
     """
     forward = getattr(model, "__piecework_forward__", None)
-    if forward is None and isinstance(state := getattr(model, "__dict__", {}).get(_STATE), _InstanceState):
+    state = getattr(model, "__dict__", {}).get(_STATE)
+    if forward is None and isinstance(state, _InstanceState) and state.instance is model:
         forward = state.forward
     if isinstance(forward, Forward):
         return forward

@@ -138,7 +138,9 @@ class Forward:
             arguments, values = describe_call(signature_of(self.target), self.dims, args, kwargs, owner=self.owner)
             if not all(arguments.sizes.values()):
                 return None
-            self.compiled = self.compile(settings, manager, arguments, values)
+            # Fake tensors made under the caller's inference mode would have no version to tell of writes.
+            with torch.inference_mode(False), torch.no_grad():
+                self.compiled = self.compile(settings, manager, arguments, values)
         except CompileError as error:
             if settings.config.on_failure == "error":
                 raise

@@ -17,7 +17,7 @@ import torch
 from piecework import torch_internals as internals
 from piecework.arguments import Arguments, fake_value, trace_sizes
 from piecework.errors import CompileError
-from piecework.outputs import OutputSpec, describe_outputs
+from piecework.outputs import OutputSpec, describe_outputs, numbers_in_shapes
 from piecework.pieces import InputKind
 
 TARGET = "_pw_target"
@@ -147,10 +147,8 @@ def trace(
     """
     start = time.perf_counter()
     sizes = trace_sizes(arguments.sizes)
-    with internals.new_fake_mode(), torch.inference_mode(False):
-        fakes = {name: fake_value(spec, values[name], sizes) for name, spec in arguments.specs.items()}
     frame = _frame(arguments)
-    scope = {TARGET: target, **fakes}
+    scope = {TARGET: target, **_fakes(arguments, values, sizes)}
     recorded = _Recorded()
     compiled = torch.compile(
         frame, fullgraph=True, backend=_recorder(recorded, backend), options={"guard_filter_fn": _kept_guards}
@@ -158,6 +156,13 @@ def trace(
     try:
         with internals.one_trace_for_all_sizes(), internals.strict_dynamo(), torch.inference_mode(False):
             returned = compiled(*scope.values())
+            if numbers := numbers_in_shapes(returned):
+                # ``return x.shape`` reads the argument that is passed, past the graph: at sizes that are
+                # no other number there, one sees which is which.
+                above = 1 + max(*numbers, *sizes.values())
+                sizes = {name: above + i for i, name in enumerate(sizes)}
+                scope = {TARGET: target, **_fakes(arguments, values, sizes)}
+                returned = compiled(*scope.values())
     except (
         internals.Unsupported,
         internals.UserError,
@@ -168,7 +173,12 @@ def trace(
         raise _trace_error(error, recorded, owner, arguments) from error
     if recorded.graph is None or recorded.fake_mode is None:
         raise CompileError(f"{owner} runs no op of torch on its arguments, so there is nothing to compile")
-    return _finish(recorded, frame, scope, returned, arguments, owner, start)
+    return _finish(recorded, frame, scope, returned, sizes, arguments, owner, start)
+
+
+def _fakes(arguments: Arguments, values: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    with internals.new_fake_mode(), torch.inference_mode(False):
+        return {name: fake_value(spec, values[name], sizes) for name, spec in arguments.specs.items()}
 
 
 def _frame(arguments: Arguments) -> Callable[..., Any]:
@@ -219,6 +229,7 @@ def _finish(
     frame: Callable[..., Any],
     scope: dict[str, Any],
     returned: Any,
+    sizes: Mapping[str, int],
     arguments: Arguments,
     owner: str,
     start: float,
@@ -238,7 +249,7 @@ def _finish(
         for graph_input in inputs
         if graph_input.source and (value := eval_source(graph_input.source, scope, frame_globals)) is not None
     }
-    outputs = describe_outputs(returned, recorded.tokens, tensor_index, bound, arguments, scope[TARGET], owner)
+    outputs = describe_outputs(returned, recorded.tokens, tensor_index, bound, arguments, sizes, scope[TARGET], owner)
     # The scope outlives the trace, for checks of the model's state: it must hold no fake tensors.
     state = {name: (value if name == TARGET else None) for name, value in scope.items()}
     return Trace(
