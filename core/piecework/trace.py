@@ -63,7 +63,7 @@ class Assumptions:
         """Return the first thing that no longer is as it was traced, with both values, or None."""
         if torch.get_default_dtype() != self.default_dtype:
             return f"the default dtype was {self.default_dtype} when traced, now it is {torch.get_default_dtype()}"
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             failed = internals.failed_guard(self.manager, self.scope)
         return None if failed is None else self._describe(failed)
 
@@ -156,7 +156,7 @@ def trace(
         frame, fullgraph=True, backend=_recorder(recorded, backend), options={"guard_filter_fn": _kept_guards}
     )
     try:
-        with internals.one_trace_for_all_sizes(), internals.strict_dynamo(), torch.inference_mode(False):
+        with torch.inference_mode(False), internals.one_trace_for_all_sizes(), internals.strict_dynamo():
             returned = compiled(*scope.values())
     except (
         internals.Unsupported,
@@ -406,4 +406,3 @@ def _user_line(error: BaseException) -> str:
 def signature_of(target: Callable[..., Any]) -> inspect.Signature:
     """Return the signature of a function, or of a module's forward without ``self``."""
     return inspect.signature(target.forward if isinstance(target, torch.nn.Module) else target)
-
