@@ -242,6 +242,10 @@ class PluginManager:
             compiled = call(piece=piece, config=config)
         return (compiled, given[0][0].origin.name) if compiled is not None else None
 
+    def names_of_compilers(self) -> tuple[str, ...]:
+        """Return the plugins that compile pieces, in the order of asking; a wrapper does not count."""
+        return self._names_of_answering("piecework_compile_piece")
+
     def _say_who_is_asked(self, hook: str) -> None:
         names = self._names_of_answering(hook)
         if len(names) > 1 and not self._said_who_is_asked:
