@@ -124,7 +124,9 @@ def test_pickled_original_is_an_original() -> None:
     model = Linear()
     compiled(model)(rows(4))
     twin = pickle.loads(pickle.dumps(model))  # noqa: S301
-    assert type(twin) is Linear and all(type(twin.linear.__dict__[name]) is dict for name in ("_parameters", "_buffers"))
+    assert type(twin) is Linear and all(
+        type(twin.linear.__dict__[name]) is dict for name in ("_parameters", "_buffers")
+    )
     torch.testing.assert_close(twin.linear.weight, model.linear.weight)
 
 

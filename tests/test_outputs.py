@@ -151,7 +151,15 @@ def test_shapes_follow_the_call_where_they_read_an_argument(level: int) -> None:
 
     def form(x: torch.Tensor) -> Any:
         y = triple(x)
-        return y, [x.shape, Result(y, 1, [y])], weight.shape, x.size(), y.shape, x.shape[:1], torch.Size((x.shape[0], 4))
+        return (
+            y,
+            [x.shape, Result(y, 1, [y])],
+            weight.shape,
+            x.size(),
+            y.shape,
+            x.shape[:1],
+            torch.Size((x.shape[0], 4)),
+        )
 
     call = compiled(form, level, {"x": {0: "batch", 1: "seq"}})
     for size in ((4, 6), (1, 6), (6, 4), (4, 4)):

@@ -18,9 +18,11 @@ from piecework.config import CompilationConfig
 from piecework.counting import counters
 from piecework.dedupe import UniquePiece
 from piecework.effects import fresh_fake
-from piecework.errors import CompileError, PieceworkError
+from piecework.errors import CompileError, ConfigError, PieceworkError, PieceworkWarning, PluginError
 from piecework.pieces import CompiledPiece, Piece
 from piecework.plugins import PluginManager
+from piecework.process_settings import is_first_time
+from piecework.settings import cache_dir
 
 logger = logging.getLogger(__name__)
 
@@ -98,23 +100,52 @@ def _compile(
         logger.info("%s: %s writes to memory that two of its inputs share, so it runs eagerly", owner, piece.name)
         return eager_piece(piece).run, "eager"
     try:
-        with internals.one_trace_for_all_sizes(), torch.inference_mode(False):
+        with torch.inference_mode(False), internals.one_trace_for_all_sizes():
             answer = manager.compile_piece(piece, config)
         if answer is None and config.piece_compiler not in (None, "eager"):
             raise CompileError(f"piece compiler {config.piece_compiler!r} declined {piece.name} of {owner}")
+    except ConfigError:
+        raise  # a setting, not the piece: nothing that on_failure is about
     except Exception as error:
         failure = error if isinstance(error, PieceworkError) else CompileError(str(error))
+        hint = _repro_hint(piece, failure, config)
         if config.on_failure == "error":
             if failure is error:
+                failure.args = (f"{failure}{hint}", *failure.args[1:])
                 raise
-            raise CompileError(f"{piece.name} of {owner} can't be compiled: {failure}") from error
-        warnings.warn(f"{piece.name} of {owner} runs eagerly, since compiling it failed: {failure}", stacklevel=2)
+            raise CompileError(f"{piece.name} of {owner} can't be compiled: {failure}{hint}") from error
+        text = f"{piece.name} of {owner} runs eagerly, since compiling it failed: {failure}{hint}"
+        warnings.warn(PieceworkWarning(text), stacklevel=2)
         return eager_piece(piece).run, "eager"
     if answer is None:
+        _say_that_nobody_compiles(config, manager, owner)
         return eager_piece(piece).run, "eager"
     counters.num_piece_compilations += 1
     compiled, plugin = answer
     return compiled.run, plugin
+
+
+def _repro_hint(piece: Piece, failure: PieceworkError, config: CompilationConfig) -> str:
+    """Write a script that compiles the piece alone; return the words that name it."""
+    if isinstance(failure, PluginError) and failure.__cause__ is None:
+        return ""  # an answer that is not allowed, or a plugin that is not there: no piece failed
+    from piecework.tools.repro import write_repro  # seldom needed
+
+    try:
+        path = write_repro(piece, failure, cache_dir() / "repro", config=config)
+    except Exception as error:  # Whatever is wrong with the script must not hide what is wrong with the piece.
+        logger.warning("no repro script of %s could be written: %s", piece.name, error)
+        return ""
+    return f"; {path} compiles this piece alone"
+
+
+def _say_that_nobody_compiles(config: CompilationConfig, manager: PluginManager, owner: str) -> None:
+    if config.piece_compiler is None and not manager.names_of_compilers() and is_first_time("no piece compiler"):
+        text = (
+            f"no piece compiler is installed, so the pieces of {owner} run op by op; install one of those that the "
+            'README lists under "Piece compilers", or set piece_compiler="eager" to say that this is meant'
+        )
+        warnings.warn(PieceworkWarning(text), stacklevel=2)
 
 
 def _writes_to_shared_memory(piece: Piece) -> bool:

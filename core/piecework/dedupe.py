@@ -121,8 +121,10 @@ def _class_name(tensor: torch.Tensor) -> str:
 
 
 def _target_name(target: Any) -> str:
-    if isinstance(target, (internals.OpOverload, internals.OpOverloadPacket)):
-        return str(target)
+    if isinstance(target, internals.OpOverloadPacket):
+        return internals.packet_name(target)
+    if isinstance(target, internals.OpOverload):
+        return internals.overload_name(target)  # not the name of its packet, which may choose another overload
     module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
     # A function made at run time may share its name with others: it is told apart by identity.
     unique = "" if name and "<locals>" not in name else f" {id(target)}"
@@ -182,7 +184,7 @@ def explain_difference(one: CanonicalForm, other: CanonicalForm) -> str | None:
         if a == b:
             continue
         if a[0] != b[0] or a[0] in ("call_function", "call_method") and a[1] != b[1]:
-            return f"they differ at {name}: {a[1]} / {b[1]}"
+            return f"they differ at {_op(name)}: {_op(a[1])} / {_op(b[1])}"
         if a[0] in ("call_function", "call_method"):
             return _explain_arguments(a, b)
         fields = ("kind", "class", "dtype", "device", "shape", "strides", "offset", "requires_grad")
@@ -195,11 +197,15 @@ def explain_difference(one: CanonicalForm, other: CanonicalForm) -> str | None:
 def _explain_arguments(a: Row, b: Row) -> str:
     for position, (x, y) in enumerate(zip(a[2][1:], b[2][1:], strict=False)):
         if x != y:
-            return f"they differ at argument {position} of {a[1]}: {_shown(x)} / {_shown(y)}"
+            return f"they differ at argument {position} of {_op(a[1])}: {_shown(x)} / {_shown(y)}"
     for x, y in zip(a[3][1:], b[3][1:], strict=False):
         if x != y:
-            return f"they differ at argument {x[0]!r} of {a[1]}: {_shown(x[1])} / {_shown(y[1])}"
-    return f"they differ in the number of arguments of {a[1]}"
+            return f"they differ at argument {x[0]!r} of {_op(a[1])}: {_shown(x[1])} / {_shown(y[1])}"
+    return f"they differ in the number of arguments of {_op(a[1])}"
+
+
+def _op(name: str) -> str:
+    return name.removesuffix(".default")
 
 
 def _shown(argument: Any) -> str:

@@ -107,8 +107,10 @@ def piecework_compile_piece(piece: Piece, config: CompilationConfig) -> Compiled
     ``config.piece_compiler`` can choose it.
 
     Raises:
-        PieceworkError: may be raised, and reaches the caller of the compiled model unchanged.
-            Any other exception does so as a ``PluginError`` that names the plugin and the piece.
+        PieceworkError: may be raised, and reaches the caller of the compiled model, the path of a script that
+            compiles the piece alone added to its text. Any other exception does so as a ``PluginError`` that
+            names the plugin and the piece. ``on_failure="eager"`` makes a warning of both, but not of a
+            ``ConfigError``.
 
     Example::
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from piecework.config import CompilationConfig
@@ -21,6 +21,8 @@ class ProcessSettings:
     config: CompilationConfig | None = None
     attention_ops: tuple[str | SplittingOp, ...] = ()
     torch_compile_backend: str | Callable[..., Any] = "eager"
+    said: set[str] = field(default_factory=set)
+    """What is said once in a process, and was."""
 
 
 _process = ProcessSettings()
@@ -107,6 +109,13 @@ def set_compile_context(sizes: Sequence[Size]) -> Iterator[None]:
 def compile_context() -> tuple[Size, ...] | None:
     """Return the sizes of the innermost ``set_compile_context``; None outside of any."""
     return _compile_context.get()
+
+
+def is_first_time(what: str) -> bool:
+    """Whether this is the first time in this process, since the last reset, that something is to be said."""
+    is_first = what not in _process.said
+    _process.said.add(what)
+    return is_first
 
 
 def reset_process_settings() -> None:

@@ -240,6 +240,10 @@ class PluginManager:
             self._said_who_is_asked = True
             logger.info("pieces are offered to %s, in this order; piece_compiler chooses one", ", ".join(names))
 
+    def names_of_compilers(self) -> tuple[str, ...]:
+        """Return the plugins that compile pieces, in the order of asking; a wrapper does not count."""
+        return self._names_of_answering("piecework_compile_piece")
+
     def _names_of_answering(self, hook: str) -> tuple[str, ...]:
         names = (i.origin.name for i in self._implementations if i.hook == hook and not i.is_wrapper)
         return tuple(dict.fromkeys(names))

@@ -25,7 +25,9 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import _config as symbolic_shapes_config
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, ShapeEnv, free_unbacked_symbols
+from torch.fx.graph_module import _format_import_block
 from torch.jit._builtins import _find_builtin
+from torch.package.importer import sys_importer
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
@@ -56,7 +58,8 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 def one_trace_for_all_sizes() -> Iterator[None]:
     """Make a symbolic size stand for 1 as well, while tracing and while compiling.
 
-    Without it torch assumes that a size is at least 2 and records no guard for that.
+    Without it torch assumes that a size is at least 2 and records no guard for that. To be entered
+    after ``inference_mode(False)``, which switches gradients on.
     """
     with (
         symbolic_shapes_config.patch(  # pyright: ignore[reportAttributeAccessIssue] - put there at run time
@@ -246,6 +249,13 @@ def make_symint(shape_env: ShapeEnv, symbol: sympy.Symbol) -> torch.SymInt:
     return made
 
 
+def size_hint(size: torch.SymInt) -> int:
+    """Return the value that a symbolic size had when it was traced."""
+    hint = size.node.hint
+    assert hint is not None
+    return int(hint)
+
+
 # --- operators ------------------------------------------------------------------------------
 
 
@@ -256,6 +266,11 @@ OpOverloadPacket = torch._ops.OpOverloadPacket
 def packet_name(packet: OpOverloadPacket) -> str:
     """Return ``"ns::op"``."""
     return packet._qualified_op_name
+
+
+def overload_name(overload: OpOverload) -> str:
+    """Return ``"ns::op.overload"``; the default one has the name ``default``."""
+    return f"{overload.namespace}::{overload._opname}.{overload._overloadname}"
 
 
 def op_schema(overload: OpOverload) -> torch.FunctionSchema:
@@ -289,3 +304,10 @@ def all_op_names() -> list[str]:
 def called_overload(packet: OpOverloadPacket, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     """Return the name of the overload that a packet would pick for these arguments."""
     return torch._C._jit_resolve_packet(packet_name(packet), *args, **kwargs)
+    return torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
+
+
+def graph_source(graph: torch.fx.GraphModule) -> tuple[list[str], str]:
+    """Return the imports that the code of a graph needs, and its ``forward`` as source."""
+    code = graph.graph.python_code("self")
+    return _format_import_block(code.globals, sys_importer).splitlines(), code.src
