@@ -9,13 +9,13 @@ import pickle
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import models
 import pytest
 import torch
-from models import Linear, Stack, assert_same, attend, both_levels, compiled, rows, use_level
 from torch import nn
 
+import models
 import piecework
+from models import Linear, Stack, assert_same, attend, both_levels, compiled, rows, use_level
 from piecework import (
     CompilationConfig,
     CompilationLevel,
@@ -105,7 +105,7 @@ def test_copies_and_pickles_compile_for_themselves(called: bool) -> None:
     call = compiled(model)
     if called:
         call(x)
-    for twin in (copy.deepcopy(call), pickle.loads(pickle.dumps(call))):  # noqa: S301
+    for twin in (copy.deepcopy(call), pickle.loads(pickle.dumps(call))):
         assert isinstance(twin, Linear) and type(twin).__name__ == "Linear" and type(twin) is not type(call)
         with counters.expect(num_graphs_seen=1):
             assert_same(twin, model, x)
@@ -123,7 +123,7 @@ def test_copies_and_pickles_compile_for_themselves(called: bool) -> None:
 def test_pickled_original_is_an_original() -> None:
     model = Linear()
     compiled(model)(rows(4))
-    twin = pickle.loads(pickle.dumps(model))  # noqa: S301
+    twin = pickle.loads(pickle.dumps(model))
     assert type(twin) is Linear and all(
         type(twin.linear.__dict__[name]) is dict for name in ("_parameters", "_buffers")
     )
@@ -502,7 +502,7 @@ def test_copies_and_pickles_of_a_decorated_instance(monkeypatch: pytest.MonkeyPa
     use_level(monkeypatch, 3)
     model, x = Decorated(), rows(4)
     model(x)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model)):  # noqa: S301
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model)):
         assert type(twin) is Decorated and list(twin.state_dict()) == list(model.state_dict())
         torch.testing.assert_close(twin(x).detach(), model.forward(x).detach())
     twin = copy.deepcopy(model)

@@ -7,12 +7,12 @@ import dataclasses
 import enum
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
-import models
 import pytest
 import torch
-from models import assert_same, both_levels, compiled, refuses, rows
 
+import models
 import piecework
+from models import assert_same, both_levels, compiled, refuses, rows
 from piecework import CompileError, ConfigError, counters
 
 if TYPE_CHECKING:

@@ -6,13 +6,13 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import models
 import pytest
 import torch
-from models import Linear, assert_same, attend, both_levels, compiled, refuses, rows
 from torch import nn
 
+import models
 import piecework
+from models import Linear, assert_same, attend, both_levels, compiled, refuses, rows
 from piecework import CompilationConfig, GradientNotSupported, PieceworkWarning, counters, testing
 
 # --- sizes ------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from models import assert_same, both_levels, compiled, rows
 from torch import nn
 
+from models import assert_same, both_levels, compiled, rows
 from piecework import CompileError, counters
 
 

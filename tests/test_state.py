@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
-from models import Linear, Stack, assert_same, both_levels, compiled, refuses, rows
+import torch.nn.functional as F
 from torch import nn
 
 import piecework
+from models import Linear, Stack, assert_same, both_levels, compiled, refuses, rows
 from piecework import PieceworkWarning, TraceDepartureError, counters, verify_assumptions
 
 OFFSET = 2.0

@@ -9,9 +9,9 @@ import weakref
 
 import pytest
 import torch
-from models import Linear, assert_same, compiled, refuses, rows
 from torch import nn
 
+from models import Linear, assert_same, compiled, refuses, rows
 from piecework.watch import Watch, use_plain_dicts
 
 STATE_DICTS = ("_parameters", "_buffers", "_modules")
@@ -104,7 +104,7 @@ def test_copies_and_pickles_of_a_watched_module_are_as_if_unwatched() -> None:
     model = Linear()
     compiled(model)(rows(4))
     assert type(model.linear._parameters) is not dict
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(twin.linear._parameters) is dict and type(twin) is Linear
         torch.testing.assert_close(twin(rows(1)[:, :6] * 0), model(rows(1) * 0))
 

@@ -283,7 +283,9 @@ def _first_call_of_instance(instance: Any, original_call: Callable[..., Any]) ->
         there = instance.__dict__.get(_STATE)
         if there is None or there.instance is not instance:
             instance.__dict__[_STATE] = there = state
-    return there.answer
+    answer = there.answer
+    assert answer is not None
+    return answer
 
 
 def _check_module_class(cls: Any, what: str) -> None:

@@ -17,6 +17,7 @@ ALLOCATIONS = frozenset(
     f"aten::{name}"
     for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 )
+MAYBE_COPIES = frozenset(f"aten::{name}" for name in ("reshape", "contiguous", "flatten", "ravel", "to", "type_as"))
 _OPERATOR_NAMES = {"iadd": "add_", "isub": "sub_", "imul": "mul_", "itruediv": "div_", "truediv": "div"}
 
 
@@ -46,6 +47,10 @@ class Effects:
     def is_view(self, node: Node) -> bool:
         """Whether a node gives another look at an argument of its, and does nothing else."""
         return node in self.aliased and not self.written[node]
+
+    def may_copy(self, node: Node) -> bool:
+        """Whether a node gives a view or a copy, depending on the layout of its argument."""
+        return node.op in ("call_function", "call_method") and aten_name(node) in MAYBE_COPIES
 
     def is_allocation(self, node: Node) -> bool:
         """Whether a node gives memory that nothing has been written to."""

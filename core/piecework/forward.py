@@ -9,7 +9,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -220,7 +220,11 @@ class _Builder:
     def dynamo_once(self) -> Compiled:
         run = whole_graph(self.trace, self.placeholders, self.bound, self.dims, name=self.owner)
         effects = find_effects(self.trace.graph, self.trace.fake_mode)
-        return self.finish(run, {}, None, effects, None, [])
+        fallback = None
+        if relations := self.loose_relations(effects):
+            by_ops = replace(self.trace, backend_result=self.trace.graph.forward)
+            fallback = whole_graph(by_ops, self.placeholders, self.bound, self.dims, name=self.owner), relations
+        return self.finish(run, {}, fallback, effects, None, [])
 
     def piecewise(self) -> Compiled:
         split = self.timed("split", self.split)
@@ -264,7 +268,7 @@ class _Builder:
         self, split: SplitGraph, compiled: Sequence[CompiledUniquePiece]
     ) -> tuple[StraightLine, list[Relation]] | None:
         """Return what runs at sizes that the compiled code is not made for though the trace is, and when."""
-        needed: list[Relation] = []
+        needed = self.loose_relations(split.effects)
         for one in compiled:
             for relation in one.added_relations:
                 for symbols in one.unique.symbols_by_place:
@@ -313,6 +317,20 @@ class _Builder:
             key = next(iter(values.values())) if len(values) == 1 else tuple(values[dim] for dim in self.dims)
             exact[key] = self.straight_line(split, runs)
         return exact
+
+    def loose_relations(self, effects: Effects) -> list[Relation]:
+        """Return what ops looked at to choose a layout, where the graph holds op by op without it.
+
+        It does unless something is written through what is a view in one layout and a copy in another; then calls
+        elsewhere depart from the trace.
+        """
+        relations = list(self.trace.op_relations)
+        written = {key for keys in effects.written.values() for key in keys}
+        copied = {key for node in effects.values if effects.may_copy(node) for key in effects.storages[node]}
+        if written.intersection(copied):
+            self.trace.relations += self.trace.op_relations
+            return []
+        return relations
 
     def log_summary(self, split: SplitGraph, compiled: Sequence[CompiledUniquePiece]) -> None:
         stages = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in self.seconds.items())

@@ -209,7 +209,7 @@ class _Shell:
         made: Any = self.kind.__new__(self.kind)  # pyright: ignore[reportCallIssue] - any class
         if isinstance(made, defaultdict):
             made.default_factory = self.default_factory
-        store = OrderedDict.__setitem__ if isinstance(made, OrderedDict) else dict.__setitem__
+        store: Any = OrderedDict.__setitem__ if isinstance(made, OrderedDict) else dict.__setitem__
         for key, value in entries.items():
             store(made, key, value)
         for name, value in attributes.items():

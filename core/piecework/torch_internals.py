@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from traceback import FrameSummary
 from types import CodeType
 from typing import Any
 
@@ -155,14 +156,27 @@ class ShapeGuard:
 
     relation: sympy.Basic
     user_line: str
+    is_of_an_op: bool
+    """An op looked at it to choose among layouts, and not the model to choose what to do."""
 
 
 def shape_guards(shape_env: ShapeEnv) -> list[ShapeGuard]:
     """Return every relation that must hold for the trace to be valid."""
-    guards = [ShapeGuard(guard.expr, getattr(guard.sloc, "maybe_user_loc", None) or "") for guard in shape_env.guards]
+    guards: list[ShapeGuard] = []
+    for guard in shape_env.guards:
+        line = getattr(guard.sloc, "maybe_user_loc", None) or ""
+        frame = getattr(guard.sloc, "framework_loc", None)
+        is_of_an_op = isinstance(frame, FrameSummary) and ("_dynamo" not in frame.filename or frame.name == "run_node")
+        guards.append(ShapeGuard(guard.expr, line, is_of_an_op))
     for asserts in shape_env.deferred_runtime_asserts.values():
-        guards += [ShapeGuard(item.expr, item.msg if isinstance(item.msg, str) else "") for item in asserts]
+        guards += [ShapeGuard(item.expr, item.msg if isinstance(item.msg, str) else "", False) for item in asserts]
     return guards
+
+
+def traced_values(shape_env: ShapeEnv) -> dict[sympy.Symbol, int]:
+    """Return the value that each symbol had at the trace, where it has one."""
+    values = getattr(shape_env, "backed_var_to_val", None) or shape_env.var_to_val  # renamed after 2.11
+    return {symbol: int(value) for symbol, value in values.items()}
 
 
 def size_expression(size: int | torch.SymInt, shape_env: ShapeEnv) -> sympy.Expr:
@@ -242,9 +256,8 @@ def compute_size(value: Any, shape_env: ShapeEnv, inputs: Mapping[sympy.Symbol, 
 
 def make_symint(shape_env: ShapeEnv, symbol: sympy.Symbol) -> torch.SymInt:
     """Return a SymInt for a symbol that the graph has no input for."""
-    values = getattr(shape_env, "backed_var_to_val", None) or shape_env.var_to_val  # renamed in 2.11
-    known = values.get(symbol)  # None for a size that follows from no input
-    made = shape_env.create_symintnode(symbol, hint=None if known is None else int(known))
+    # No hint for a size that follows from no input.
+    made = shape_env.create_symintnode(symbol, hint=traced_values(shape_env).get(symbol))
     assert isinstance(made, torch.SymInt)
     return made
 

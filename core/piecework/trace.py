@@ -17,6 +17,7 @@ import torch
 from piecework import torch_internals as internals
 from piecework.arguments import Arguments, fake_value, trace_sizes
 from piecework.errors import CompileError
+from piecework.exact import departs_at_one
 from piecework.outputs import OutputSpec, describe_outputs, numbers_in_shapes
 from piecework.pieces import InputKind
 
@@ -96,6 +97,9 @@ class Trace:
     arguments: Arguments
     outputs: OutputSpec
     relations: tuple[Relation, ...]
+    """What must hold for a call to be answered by this trace."""
+    op_relations: tuple[Relation, ...]
+    """What ops looked at to choose a layout: elsewhere the graph holds op by op, but not compiled."""
     meaning_of_symbol: dict[sympy.Symbol, str | int]
     """The named dim that a symbol stands for, or the number where calls are held to one (a stride)."""
     fake_mode: internals.FakeTensorMode
@@ -250,6 +254,7 @@ def _finish(
         if graph_input.source and (value := eval_source(graph_input.source, scope, frame_globals)) is not None
     }
     outputs = describe_outputs(returned, recorded.tokens, tensor_index, bound, arguments, sizes, scope[TARGET], owner)
+    at_one = _relations_at_one(graph, shape_env, meaning_of_symbol)
     # The scope outlives the trace, for checks of the model's state: it must hold no fake tensors.
     state = {name: (value if name == TARGET else None) for name, value in scope.items()}
     return Trace(
@@ -257,7 +262,8 @@ def _finish(
         inputs=tuple(inputs),
         arguments=arguments,
         outputs=outputs,
-        relations=_relations(shape_env, meaning_of_symbol),
+        relations=_relations(shape_env, meaning_of_symbol, of_ops=False) + at_one,
+        op_relations=_relations(shape_env, meaning_of_symbol, of_ops=True),
         meaning_of_symbol=meaning_of_symbol,
         fake_mode=fake_mode,
         assumptions=Assumptions(internals.guards_of(frame.__code__), state),
@@ -334,16 +340,35 @@ def dim_symbol(name: str) -> sympy.Symbol:
 
 
 def _relations(
-    shape_env: internals.ShapeEnv, meaning_of_symbol: Mapping[sympy.Symbol, str | int]
+    shape_env: internals.ShapeEnv, meaning_of_symbol: Mapping[sympy.Symbol, str | int], *, of_ops: bool
 ) -> tuple[Relation, ...]:
     relations: dict[sympy.Basic, Relation] = {}
     for guard in internals.shape_guards(shape_env):
+        # An op that asks for equal sizes fails with others, whatever their layout.
+        if of_ops is not (guard.is_of_an_op and not isinstance(guard.relation, sympy.Eq)):
+            continue
         if not guard.relation.free_symbols <= meaning_of_symbol.keys():
             continue  # of a size that follows from no input: the graph holds its own assertion
         expression = named_expression(guard.relation, meaning_of_symbol)
         if expression not in (sympy.true, True):
             relations.setdefault(expression, Relation(expression, guard.user_line))
     return tuple(relations.values())
+
+
+def _relations_at_one(
+    graph: torch.fx.GraphModule, shape_env: internals.ShapeEnv, meaning_of_symbol: Mapping[sympy.Symbol, str | int]
+) -> tuple[Relation, ...]:
+    """Return the named dims that may not be 1, one by one and all at once, with the op that sees it."""
+    dims = sorted({meaning for meaning in meaning_of_symbol.values() if isinstance(meaning, str)})
+    sizes = internals.traced_values(shape_env)
+    relations: list[Relation] = []
+    for chosen in [*([dim] for dim in dims), dims][: None if len(dims) > 1 else 1]:
+        symbols = [symbol for symbol, meaning in meaning_of_symbol.items() if meaning in chosen]
+        problem = departs_at_one(graph, symbols, sizes, shape_env)
+        if problem is not None:
+            none_is_one: list[Any] = [sympy.Ne(dim_symbol(dim), 1) for dim in chosen]
+            relations.append(Relation(sympy.Or(*none_is_one), problem))
+    return tuple(relations)
 
 
 # --- what went wrong ----------------------------------------------------------------------------
