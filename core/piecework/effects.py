@@ -17,6 +17,7 @@ ALLOCATIONS = frozenset(
     f"aten::{name}"
     for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 )
+SIZE_READERS = frozenset(f"aten::{name}" for name in ("size", "stride", "dim", "numel", "sym_size", "storage_offset"))
 MAYBE_COPIES = frozenset(f"aten::{name}" for name in ("reshape", "contiguous", "flatten", "ravel", "to", "type_as"))
 _OPERATOR_NAMES = {"iadd": "add_", "isub": "sub_", "imul": "mul_", "itruediv": "div_", "truediv": "div"}
 
@@ -52,6 +53,11 @@ class Effects:
         """Whether a node gives a view or a copy, depending on the layout of its argument."""
         return node.op in ("call_function", "call_method") and aten_name(node) in MAYBE_COPIES
 
+    def only_reads_sizes(self, node: Node) -> bool:
+        """Whether a node looks at shapes alone, or asserts something of numbers."""
+        reads = any(self.storages[arg] for arg in node.all_input_nodes)
+        return not self.storages[node] and (not reads or (aten_name(node) or "") in SIZE_READERS)
+
     def is_allocation(self, node: Node) -> bool:
         """Whether a node gives memory that nothing has been written to."""
         return node.op in ("call_function", "call_method") and aten_name(node) in ALLOCATIONS
@@ -63,9 +69,9 @@ def find_effects(graph: torch.fx.GraphModule, fake_mode: internals.FakeTensorMod
     Raises:
         CompileError: a node changes the shape of one of its arguments in place.
     """
-    finder = _Finder(graph)
+    finder = _Finder(graph, fake_mode)
     examples = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
-    with fake_mode, torch.no_grad():
+    with internals.one_trace_for_all_sizes(), fake_mode, internals.without_new_guards(fake_mode):
         finder.run(*[fresh_fake(example) for example in examples])
     return finder.effects
 
@@ -79,26 +85,28 @@ def fresh_fake(example: Any) -> Any:
 
 
 class _Finder(Interpreter):
-    def __init__(self, graph: torch.fx.GraphModule) -> None:
+    def __init__(self, graph: torch.fx.GraphModule, fake_mode: internals.FakeTensorMode) -> None:
         super().__init__(graph, garbage_collect_values=False)
         self.effects = Effects()
+        self.shape_env = fake_mode.shape_env
 
     def run_node(self, n: Node) -> Any:
         given = {arg: tensors_in(self.env[arg]) for arg in n.all_input_nodes}
-        before = {id(t): (internals.version(t), t.size(), t.stride()) for ts in given.values() for t in ts}
+        before = {id(t): (internals.version(t), self.look(t)) for ts in given.values() for t in ts}
         result = super().run_node(n)
         written = set(self.declared_writes(n, given))
         for tensors in given.values():
             for tensor in tensors:
-                version, size, stride = before[id(tensor)]
-                if tensor.size() != size or tensor.stride() != stride:
+                version, look = before[id(tensor)]
+                if self.look(tensor) != look:
                     raise CompileError(
                         f"{n.format_node()} changes the shape of a tensor in place, which the parts of a split graph "
                         f"would not agree on; use the form that returns a new tensor{line_of(n)}"
                     )
                 if internals.version(tensor) != version and (key := internals.storage_key(tensor)) is not None:
                     written.add(key)
-        self.effects.values[n] = result
+        # The values of the trace itself, where there are any: each run makes new symbols for sizes that it can't know.
+        self.effects.values[n] = n.meta.get("example_value", result)
         self.effects.written[n] = frozenset(written)
         self.effects.storages[n] = tuple(internals.storage_key(tensor) for tensor in tensors_in(result))
         self.note_alias(n, result, given)
@@ -140,15 +148,19 @@ class _Finder(Interpreter):
         if keys <= {internals.storage_key(tensor) for _, tensor in sharing}:
             same = [arg for arg, tensor in sharing if tensor is result]
             self.effects.aliased[node] = (same or [sharing[0][0]])[0]
-            tensor = sharing[0][1]
-            if same or (isinstance(result, torch.Tensor) and _looks(result) == _looks(tensor)):
+            if same or (isinstance(result, torch.Tensor) and self.look(result) == self.look(sharing[0][1])):
                 self.effects.identical.add(node)
 
+    def look(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        """Return what tells two views of one storage apart.
 
-def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what tells two views of one storage apart."""
-    offset = tensor.storage_offset()
-    return tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), offset, tensor.is_conj(), tensor.is_neg()
+        Sizes are compared as expressions: comparing symbolic sizes asks torch for their values.
+        """
+        if tensor.layout is not torch.strided or self.shape_env is None:
+            return (tensor.layout, tuple(tensor.size()))
+        sizes = (*tensor.size(), *tensor.stride(), tensor.storage_offset())
+        expressions = tuple(internals.size_expression(size, self.shape_env) for size in sizes)
+        return tensor.dtype, tensor.dim(), expressions, tensor.is_conj(), tensor.is_neg()
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -216,6 +216,7 @@ class _Builder:
             if given.source is not None
         }
         self.dims = list(traced.arguments.sizes)
+        self.num_guards = len(internals.shape_guards(traced.shape_env))
 
     def dynamo_once(self) -> Compiled:
         run = whole_graph(self.trace, self.placeholders, self.bound, self.dims, name=self.owner)
@@ -244,6 +245,7 @@ class _Builder:
     def split(self) -> SplitGraph:
         ops, asked_for = splitting_ops(self.settings, self.manager)
         split = split_graph(self.trace.graph, self.trace.fake_mode, ops, must_match=asked_for, bound=self.bound)
+        assert len(internals.shape_guards(self.trace.shape_env)) == self.num_guards, "splitting narrowed the sizes"
         count_pieces(split)
         logger.debug("%s: split into\n%s", self.owner, split.text())
         return split

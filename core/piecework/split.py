@@ -331,9 +331,7 @@ class _Splitter:
         return self.effects.is_view(node) or self.effects.is_scalar(node)
 
     def has_kernel(self, node: Node) -> bool:
-        return not self.effects.is_allocation(node) and bool(
-            tensors_in(self.effects.values[node]) or any(self.effects.storages[arg] for arg in node.all_input_nodes)
-        )
+        return not self.effects.is_allocation(node) and not self.effects.only_reads_sizes(node)
 
     def unpacked_parent(self, node: Node) -> Node | None:
         """Return the op with several results that a node unpacks: it stays with that op."""

@@ -139,6 +139,12 @@ def failed_guard(manager: Any, scope: dict[str, Any]) -> str | None:
     return str(parts[0]) if parts else "a guard without a description"
 
 
+def without_new_guards(fake_mode: FakeTensorMode) -> contextlib.AbstractContextManager[Any]:
+    """Look at a trace again without narrowing what it holds for."""
+    assert fake_mode.shape_env is not None
+    return fake_mode.shape_env.suppress_guards()
+
+
 def tensor_check(
     tensors: Sequence[torch.Tensor], sizes: list[list[int | None]], strides: list[list[int | None]]
 ) -> Callable[..., bool]:

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch._inductor import standalone_compile
+from torch._inductor.exc import InductorError
 from torch._inductor.output_code import CompiledFxGraph
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental import _config as symbolic_shapes_config
 
 __all__ = ["FakeTensor", "InnerFunction", "compile_graph", "inner_function", "is_any_autocast_enabled"]
 
@@ -28,12 +30,16 @@ def compile_graph(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], co
         example.detach() if isinstance(example, torch.Tensor) and example.requires_grad else example
         for example in example_inputs
     ]
-    return standalone_compile(
-        graph,
-        inputs,
-        dynamic_shapes="from_graph",
-        options={"config_patches": {**config, "triton.cudagraphs": False}},
-    )
+    options = {"config_patches": {**config, "triton.cudagraphs": False}}
+    try:
+        return standalone_compile(graph, inputs, dynamic_shapes="from_graph", options=options)
+    except InductorError as error:
+        if "unbacked_bindings" not in str(error):
+            raise
+        # torch 2.11 can't lower a slice up to a symbolic size that may be 1; from 2.12 on it can. The core sees what
+        # torch assumes then, and runs the piece uncompiled for other sizes.
+        with symbolic_shapes_config.patch(backed_size_oblivious=False):  # pyright: ignore[reportAttributeAccessIssue]
+            return standalone_compile(graph, inputs, dynamic_shapes="from_graph", options=options)
 
 
 @dataclass(frozen=True)
