@@ -10,6 +10,7 @@ import pytest
 
 from piecework.counting import counters
 from piecework.plugins import reset_plugin_manager
+from piecework.process_settings import reset_process_settings
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +24,7 @@ def fresh_process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def _reset() -> None:
     reset_plugin_manager()
+    reset_process_settings()
     counters.reset()
     if "torch" in sys.modules:
         import torch._dynamo

@@ -17,7 +17,7 @@ from piecework.config import CompilationConfig
 from piecework.counting import counters
 from piecework.dedupe import UniquePiece
 from piecework.effects import fresh_fake
-from piecework.errors import CompileError, PieceworkError
+from piecework.errors import CompileError, PieceworkError, PieceworkWarning
 from piecework.pieces import CompiledPiece, Piece
 from piecework.plugins import PluginManager
 
@@ -107,7 +107,8 @@ def _compile(
             if failure is error:
                 raise
             raise CompileError(f"{piece.name} of {owner} can't be compiled: {failure}") from error
-        warnings.warn(f"{piece.name} of {owner} runs eagerly, since compiling it failed: {failure}", stacklevel=2)
+        message = f"{piece.name} of {owner} runs eagerly, since compiling it failed: {failure}"
+        warnings.warn(PieceworkWarning(message), stacklevel=2)
         return eager_piece(piece).run, "eager"
     if answer is None:
         return eager_piece(piece).run, "eager"
