@@ -7,12 +7,12 @@ import dataclasses
 import enum
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
-import models
 import pytest
 import torch
-from models import assert_same, both_levels, compiled, refuses, rows
 
+import models
 import piecework
+from models import assert_same, both_levels, compiled, refuses, rows
 from piecework import CompileError, ConfigError, counters
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def test_nothing_that_may_vary_is_an_error_that_shows_what_to_give() -> None:
     def plain(x: Any, n: int) -> Any:
         return x * n
 
-    with pytest.raises(ConfigError, match='name one, for example dynamic_arg_dims={"x": 0}; its arguments are x, n'):
+    with pytest.raises(ConfigError, match=r'name one, for example dynamic_arg_dims={"x": 0}; its arguments are x, n'):
         piecework.compile(plain)
 
     def bare(x, n):  # type: ignore[no-untyped-def]
@@ -245,7 +245,7 @@ def test_tensor_subclass_is_refused_at_the_first_call_and_at_later_ones(level: i
     call = compiled(models.attend, level)
     call(rows(4))
     refuses(call, odd, match="argument x was a plain tensor when traced, now it is a Subclass")
-    with pytest.raises(CompileError, match="argument x of attend is a Tensor of layout torch.sparse_coo"):
+    with pytest.raises(CompileError, match=r"argument x of attend is a Tensor of layout torch.sparse_coo"):
         compiled(models.attend, level)(rows(4).to_sparse())
 
 

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from models import assert_same, both_levels, compiled, rows
 from torch import nn
 
+from models import assert_same, both_levels, compiled, rows
 from piecework import CompileError, counters
 
 
 class Named(NamedTuple):
     values: torch.Tensor
-    count: int
+    number: int
 
 
 @dataclasses.dataclass
@@ -151,7 +151,8 @@ def test_shapes_follow_the_call_where_they_read_an_argument(level: int) -> None:
 
     def form(x: torch.Tensor) -> Any:
         y = triple(x)
-        return y, [x.shape, Result(y, 1, [y])], weight.shape, x.size(), y.shape, x.shape[:1], torch.Size((x.shape[0], 4))
+        made = torch.Size((x.shape[0], 4))
+        return y, [x.shape, Result(y, 1, [y])], weight.shape, x.size(), y.shape, x.shape[:1], made
 
     call = compiled(form, level, {"x": {0: "batch", 1: "seq"}})
     for size in ((4, 6), (1, 6), (6, 4), (4, 4)):
@@ -277,7 +278,7 @@ def test_object_that_hides_a_tensor_is_refused_by_class(level: int) -> None:
 
 @both_levels
 def test_returning_nothing_of_torch_is_refused(level: int) -> None:
-    with pytest.raises(CompileError, match="runs no op of torch|can't be traced"):
+    with pytest.raises(CompileError, match=r"runs no op of torch|can't be traced"):
         compiled(lambda x: None, level)(rows(4))
 
 

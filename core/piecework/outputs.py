@@ -197,8 +197,8 @@ class _Shell:
         self.default_factory = default_factory
 
     def __call__(self, entries: dict[Any, Any], attributes: dict[str, Any]) -> Any:
-        made = self.kind.__new__(self.kind)
-        if isinstance(made, defaultdict):
+        made: Any = self.kind.__new__(self.kind)  # pyright: ignore[reportCallIssue]
+        if issubclass(self.kind, defaultdict):
             made.default_factory = self.default_factory
         store = OrderedDict.__setitem__ if isinstance(made, OrderedDict) else dict.__setitem__
         for key, value in entries.items():
