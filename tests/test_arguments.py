@@ -14,6 +14,7 @@ import models
 import piecework
 from models import assert_same, both_levels, compiled, refuses, rows
 from piecework import CompileError, ConfigError, counters
+from piecework.arguments import trace_sizes
 
 if TYPE_CHECKING:
     from nowhere import Mask  # pyright: ignore[reportMissingImports]
@@ -73,6 +74,14 @@ def test_two_named_dims_vary_apart_even_when_the_first_call_has_them_equal(level
     with counters.expect(num_graphs_seen=1):
         for batch, seq in ((4, 4), (4, 5), (2, 7), (1, 1), (7, 2)):
             assert_same(call, mix, torch.ones(batch, seq, dtype=torch.int64))
+
+
+def test_sizes_of_the_trace_are_at_least_two_and_differ() -> None:
+    assert trace_sizes({"rows": 7}) == {"rows": 7}
+    for sizes in ({"rows": 1}, {"a": 4, "b": 4, "c": 4}, {"a": 2, "b": 1, "c": 1}, {"a": 0}):
+        chosen = trace_sizes(sizes)
+        assert list(chosen) == list(sizes)
+        assert min(chosen.values()) >= 2 and len(set(chosen.values())) == len(chosen)
 
 
 def test_dim_may_be_counted_from_the_end() -> None:

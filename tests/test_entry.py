@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
 
 import models
 import piecework
@@ -241,6 +242,47 @@ def test_results_feed_back_as_inputs(level: int) -> None:
         z, w = call(z), attend(w)
     torch.testing.assert_close(z, w)
     torch.testing.assert_close(call(z[1:3]), attend(w[1:3]))
+
+
+@both_levels
+def test_model_that_reads_the_grad_mode_is_traced_without_gradients(level: int) -> None:
+    call = compiled(reads_grad_mode, level)
+    with torch.enable_grad():
+        call(rows(3))
+    assert_same(call, reads_grad_mode, rows(4))
+
+
+@pytest.mark.xfail(strict=True, reason="a model that reads the grad mode is not noticed when the mode changes")
+@both_levels
+def test_model_that_reads_the_grad_mode_is_noticed_when_it_changes(level: int) -> None:
+    call, x = compiled(reads_grad_mode, level), rows(4)
+    with torch.no_grad():
+        call(x)
+    try:
+        torch.testing.assert_close(call(x), reads_grad_mode(x))
+    except piecework.TraceDepartureError as error:
+        assert "grad" in str(error)  # noqa: PT017 - either is right
+
+
+def reads_grad_mode(x: torch.Tensor) -> torch.Tensor:
+    return torch.ops.models.scale3(x) + (1 if torch.is_grad_enabled() else 2)
+
+
+@pytest.mark.parametrize("first", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_backend_of_level_2_compiles_for_inference(first: Any) -> None:
+    grad_modes: list[bool] = []
+
+    def backend(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        grad_modes.append(torch.is_grad_enabled())
+        return lookup_backend("aot_eager")(graph, example_inputs)
+
+    piecework.set_torch_compile_backend(backend)
+    model = Linear()
+    call = compiled(model, 2)
+    for mode in (first, torch.inference_mode, torch.no_grad, torch.enable_grad):
+        with mode():
+            torch.testing.assert_close(call(x := rows(4)).detach(), model(x).detach())
+    assert grad_modes == [False]
 
 
 # --- autocast ------------------------------------------------------------------------------------------

@@ -93,6 +93,22 @@ def test_pieces_are_compiled_from_fake_inputs_before_the_first_run() -> None:
         assert tensors and all(isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_pieces_are_compiled_without_gradients_whoever_calls(mode: Any) -> None:
+    grad_modes: list[bool] = []
+
+    class Compiler:
+        @piecework.hookimpl
+        def piecework_compile_piece(self, piece: piecework.Piece) -> piecework.CompiledPiece:
+            grad_modes.append(torch.is_grad_enabled())
+            assert not torch.is_inference_mode_enabled()
+            return piecework.CompiledPiece(run=piece.graph.forward)
+
+    with testing.plugins(Compiler()), mode():
+        piecework.compile(Linear(), config=CompilationConfig(splitting_ops=models.OPS, compile_sizes=[2]))(rows(4))
+    assert grad_modes == [False] * 4
+
+
 def test_failed_piece_is_an_error_and_the_next_call_tries_again() -> None:
     compiler = FakeCompiler(fails=True)
     with testing.plugins(compiler):

@@ -97,7 +97,7 @@ def _compile(
         logger.info("%s: %s writes to memory that two of its inputs share, so it runs eagerly", owner, piece.name)
         return eager_piece(piece).run, "eager"
     try:
-        with internals.one_trace_for_all_sizes(), torch.inference_mode(False):
+        with torch.inference_mode(False), internals.one_trace_for_all_sizes():
             answer = manager.compile_piece(piece, config)
         if answer is None and config.piece_compiler not in (None, "eager"):
             raise CompileError(f"piece compiler {config.piece_compiler!r} declined {piece.name} of {owner}")

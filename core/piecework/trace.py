@@ -63,7 +63,7 @@ class Assumptions:
         """Return the first thing that no longer is as it was traced, with both values, or None."""
         if torch.get_default_dtype() != self.default_dtype:
             return f"the default dtype was {self.default_dtype} when traced, now it is {torch.get_default_dtype()}"
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             failed = internals.failed_guard(self.manager, self.scope)
         return None if failed is None else self._describe(failed)
 
@@ -154,7 +154,8 @@ def trace(
         frame, fullgraph=True, backend=_recorder(recorded, backend), options={"guard_filter_fn": _kept_guards}
     )
     try:
-        with internals.one_trace_for_all_sizes(), internals.strict_dynamo(), torch.inference_mode(False):
+        # This order: leaving inference mode turns gradients on.
+        with torch.inference_mode(False), internals.one_trace_for_all_sizes(), internals.strict_dynamo():
             returned = compiled(*scope.values())
             if numbers := numbers_in_shapes(returned):
                 # ``return x.shape`` reads the argument that is passed, past the graph: at sizes that are
