@@ -184,6 +184,19 @@ def test_all_kinds_of_parameters(level: int) -> None:
 
 
 @both_levels
+def test_arguments_may_have_names_of_builtins(level: int) -> None:
+    def call_me(type: Any, tuple: Any, len: Any, dict: Any = 2, *, next: Any = None, int: Any = 1.5) -> Any:
+        return torch.ops.models.scale3(type) + tuple[0] * len - dict["a"] * int
+
+    call = compiled(call_me, level, dict.fromkeys(("type", "tuple", "len", "dict"), 0))
+    for n in (4, 2):
+        assert_same(call, call_me, rows(n), (rows(n), 1), rows(n), {"a": rows(n)})
+    x = rows(4)
+    refuses(call, x, (x, 1), x, {"a": x}, int=2.5, match="argument int was 1.5")
+    refuses(call, x, (x, 2), x, {"a": x}, match=r"argument tuple\[1\] was 1")
+
+
+@both_levels
 def test_keyword_only_and_defaults(level: int) -> None:
     def add(x: torch.Tensor, y: torch.Tensor | None = None, *, k: float = 2.0) -> torch.Tensor:
         z = torch.ops.models.scale3(x) * k

@@ -105,6 +105,8 @@ class _Describer:
             return self.shape(value, where)
         if type(value) in (tuple, list, dict):
             return self.builtin_container(value, where)
+        if type(value) is set:
+            return f"{{*{self.constant(tuple(value))}}}"  # of its own at each call
         if isinstance(value, (tuple, list, dict)) or dataclasses.is_dataclass(value) and not isinstance(value, type):
             return self.other_container(value, where)
         if not isinstance(value, (type(None), bool, int, float, complex, str, bytes)):
