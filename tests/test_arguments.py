@@ -334,6 +334,19 @@ def test_layout_of_the_first_call_is_the_one_that_works(level: int, make: Any) -
 
 
 @both_levels
+def test_strides_that_depend_on_a_size_that_varies_are_checked(level: int) -> None:
+    call = compiled(models.attend, level)
+    for n in (4, 3):  # outer stride 1, inner stride n
+        assert_same(call, models.attend, torch.randn(6, n).t())
+    refuses(call, torch.randn(6, 9)[:, :4].t(), match=r"strides of argument x are \(1, 9\), the trace needs \(1, 4\)")
+    call = compiled(models.attend, level, {"x": {0: "batch", 1: "seq"}})
+    for size in ((4, 3), (2, 5)):
+        assert_same(call, models.attend, rows(*size))
+    refuses(call, rows(4, 9)[:, :3], match=r"strides of argument x are \(9, 1\), the trace needs \(3, 1\)")
+    assert_same(call, models.attend, rows(5, 3))
+
+
+@both_levels
 def test_single_row_may_have_any_stride(level: int) -> None:
     call = compiled(models.attend, level)
     call(rows(4))
