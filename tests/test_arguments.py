@@ -14,6 +14,7 @@ import models
 import piecework
 from models import assert_same, both_levels, compiled, refuses, rows
 from piecework import CompileError, ConfigError, counters
+from piecework.arguments import trace_sizes
 
 if TYPE_CHECKING:
     from nowhere import Mask  # pyright: ignore[reportMissingImports]
@@ -75,6 +76,14 @@ def test_two_named_dims_vary_apart_even_when_the_first_call_has_them_equal(level
             assert_same(call, mix, torch.ones(batch, seq, dtype=torch.int64))
 
 
+def test_sizes_of_the_trace_are_at_least_two_and_differ() -> None:
+    assert trace_sizes({"rows": 7}) == {"rows": 7}
+    for sizes in ({"rows": 1}, {"a": 4, "b": 4, "c": 4}, {"a": 2, "b": 1, "c": 1}, {"a": 0}):
+        chosen = trace_sizes(sizes)
+        assert list(chosen) == list(sizes)
+        assert min(chosen.values()) >= 2 and len(set(chosen.values())) == len(chosen)
+
+
 def test_dim_may_be_counted_from_the_end() -> None:
     call = compiled(scale, dims={"x": {-1: "width"}})
     for width in (6, 4):
@@ -122,7 +131,7 @@ def test_nothing_that_may_vary_is_an_error_that_shows_what_to_give() -> None:
     def plain(x: Any, n: int) -> Any:
         return x * n
 
-    with pytest.raises(ConfigError, match='name one, for example dynamic_arg_dims={"x": 0}; its arguments are x, n'):
+    with pytest.raises(ConfigError, match=r'name one, for example dynamic_arg_dims={"x": 0}; its arguments are x, n'):
         piecework.compile(plain)
 
     def bare(x, n):  # type: ignore[no-untyped-def]
@@ -172,6 +181,19 @@ def test_all_kinds_of_parameters(level: int) -> None:
     refuses(call, x, x, x, x, scale=2.0, left=x, flip=True, match="argument flip was False")
     with pytest.raises(TypeError):
         call(x=x, y=x)
+
+
+@both_levels
+def test_arguments_may_have_names_of_builtins(level: int) -> None:
+    def call_me(type: Any, tuple: Any, len: Any, dict: Any = 2, *, next: Any = None, int: Any = 1.5) -> Any:
+        return torch.ops.models.scale3(type) + tuple[0] * len - dict["a"] * int
+
+    call = compiled(call_me, level, dict.fromkeys(("type", "tuple", "len", "dict"), 0))
+    for n in (4, 2):
+        assert_same(call, call_me, rows(n), (rows(n), 1), rows(n), {"a": rows(n)})
+    x = rows(4)
+    refuses(call, x, (x, 1), x, {"a": x}, int=2.5, match="argument int was 1.5")
+    refuses(call, x, (x, 2), x, {"a": x}, match=r"argument tuple\[1\] was 1")
 
 
 @both_levels
@@ -245,7 +267,7 @@ def test_tensor_subclass_is_refused_at_the_first_call_and_at_later_ones(level: i
     call = compiled(models.attend, level)
     call(rows(4))
     refuses(call, odd, match="argument x was a plain tensor when traced, now it is a Subclass")
-    with pytest.raises(CompileError, match="argument x of attend is a Tensor of layout torch.sparse_coo"):
+    with pytest.raises(CompileError, match=r"argument x of attend is a Tensor of layout torch.sparse_coo"):
         compiled(models.attend, level)(rows(4).to_sparse())
 
 
@@ -309,6 +331,19 @@ def test_layout_of_the_first_call_is_the_one_that_works(level: int, make: Any) -
             result, expected = call(x), models.attend(x)
             torch.testing.assert_close(result, expected)
             assert result.stride() == expected.stride() or n == 1
+
+
+@both_levels
+def test_strides_that_depend_on_a_size_that_varies_are_checked(level: int) -> None:
+    call = compiled(models.attend, level)
+    for n in (4, 3):  # outer stride 1, inner stride n
+        assert_same(call, models.attend, torch.randn(6, n).t())
+    refuses(call, torch.randn(6, 9)[:, :4].t(), match=r"strides of argument x are \(1, 9\), the trace needs \(1, 4\)")
+    call = compiled(models.attend, level, {"x": {0: "batch", 1: "seq"}})
+    for size in ((4, 3), (2, 5)):
+        assert_same(call, models.attend, rows(*size))
+    refuses(call, rows(4, 9)[:, :3], match=r"strides of argument x are \(9, 1\), the trace needs \(3, 1\)")
+    assert_same(call, models.attend, rows(5, 3))
 
 
 @both_levels

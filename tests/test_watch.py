@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +72,8 @@ def test_every_event_is_told(event: object) -> None:
 def test_reading_is_no_event() -> None:
     model = Plain()
     watch = settled(Watch(model))
-    dict(model.named_parameters()), model.state_dict(), model.k, model.inner(torch.ones(1, 2)), repr(model)
+    read = [dict(model.named_parameters()), model.state_dict(), model.k, model.inner(torch.ones(1, 2)), repr(model)]
+    assert read
     assert not watch.changed
 
 
@@ -81,7 +83,8 @@ def test_two_watches_of_one_model_are_both_told_until_closed() -> None:
     model.k = 3
     assert first.changed and second.changed
     first.close()
-    settled(first), settled(second)
+    settled(first)
+    settled(second)
     model.k = 4
     assert second.changed and not first.changed
 
@@ -130,8 +133,9 @@ def test_watching_keeps_no_module_alive() -> None:
 
 def test_class_with_a_setattr_of_its_own_keeps_it() -> None:
     class Doubling(Linear):
-        def __setattr__(self, name: str, value: object) -> None:
-            super().__setattr__(name, value * 2 if name == "scale" and isinstance(value, float) else value)
+        def __setattr__(self, name: str, value: Any) -> None:
+            doubled: Any = value * 2 if name == "scale" and isinstance(value, float) else value
+            super().__setattr__(name, doubled)
 
     model = Doubling()
     call = compiled(model)
@@ -145,7 +149,7 @@ def test_subclass_made_after_its_base_is_watched_tells_too() -> None:
     compiled(Linear())(rows(4))
 
     class Late(Linear):
-        def __setattr__(self, name: str, value: object) -> None:
+        def __setattr__(self, name: str, value: Any) -> None:
             nn.Module.__setattr__(self, name, value)
 
     model = Late()

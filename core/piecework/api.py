@@ -280,7 +280,7 @@ def _first_call_of_instance(instance: Any, original_call: Callable[..., Any]) ->
             publish=state.publish,
         )
     with compile_lock:
-        there = instance.__dict__.get(_STATE)
+        there: Any = instance.__dict__.get(_STATE)
         if there is None or there.instance is not instance:
             instance.__dict__[_STATE] = there = state
     answer = there.answer

@@ -84,6 +84,8 @@ def make_entry(
         "_pw_overlap": overlap,
         "_pw_explain": checks.explain,
         "_pw_autocast": autocast_state,
+        # An argument may have the name of a builtin.
+        **{f"_pw_{builtin.__name__}": builtin for builtin in (type, tuple, len, dict, next)},
         **internals.EXPRESSION_NAMESPACE,
         **trace.outputs.constants,
     }
@@ -109,7 +111,7 @@ class _Generator:
 
     def source(self) -> str:
         arguments = self.trace.arguments
-        self.leave = f"({self.positional()}), dict({self.by_keyword()})"
+        self.leave = f"({self.positional()}), _pw_dict({self.by_keyword()})"
         call = f"{self.positional()} {self.by_keyword()}"
         self.lines += ["if _pw_is_compiling():", f"    return _pw_original({call})"]
         self.check_form()
@@ -173,11 +175,11 @@ class _Generator:
             return [self.constant_condition(spec)]
         kind = self.constant(spec.kind)
         if isinstance(spec, ContainerSpec) and issubclass(spec.kind, dict):
-            own = [f"type({spec.path}) is {kind}", f"tuple({spec.path}) == {self.constant(spec.keys)}"]
+            own = [f"_pw_type({spec.path}) is {kind}", f"_pw_tuple({spec.path}) == {self.constant(spec.keys)}"]
         elif issubclass(spec.kind, (tuple, list)):
-            own = [f"type({spec.path}) is {kind}", f"len({spec.path}) == {len(spec.keys)}"]
+            own = [f"_pw_type({spec.path}) is {kind}", f"_pw_len({spec.path}) == {len(spec.keys)}"]
         else:
-            own = [f"type({spec.path}) is {kind}"]
+            own = [f"_pw_type({spec.path}) is {kind}"]
         return own + [text for child in spec.children for text in self.conditions(child)]
 
     def constant_condition(self, spec: ConstantSpec) -> str:
@@ -185,7 +187,7 @@ class _Generator:
         if value is None or isinstance(value, bool):
             return f"{spec.path} is {value!r}"
         if type(value) in (int, str) or type(value) is float and value:  # 0.0 == -0.0
-            return f"type({spec.path}) is {type(value).__name__} and {spec.path} == {self.constant(value)}"
+            return f"_pw_type({spec.path}) is {self.constant(type(value))} and {spec.path} == {self.constant(value)}"
         return f"{self.constant(spec.mismatch)}({spec.path}) is None"
 
     def constant(self, value: Any) -> str:
@@ -256,7 +258,7 @@ class _Generator:
     def check_state(self) -> None:
         changed = "_pw_watch.changed"
         if self.state.bindings:
-            self.lines.append("_pw_tensors, _pw_addresses = next(_pw_windows)")
+            self.lines.append("_pw_tensors, _pw_addresses = _pw_next(_pw_windows)")
             changed += " or [*map(_pw_pointer, _pw_tensors)] != _pw_addresses"
         self.lines += [
             f"if {changed}:",

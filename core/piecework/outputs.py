@@ -105,6 +105,8 @@ class _Describer:
             return self.shape(value, where)
         if type(value) in (tuple, list, dict):
             return self.builtin_container(value, where)
+        if type(value) is set:
+            return f"{{*{self.constant(tuple(value))}}}"  # of its own at each call
         if isinstance(value, (tuple, list, dict)) or dataclasses.is_dataclass(value) and not isinstance(value, type):
             return self.other_container(value, where)
         if not isinstance(value, (type(None), bool, int, float, complex, str, bytes)):
@@ -206,8 +208,8 @@ class _Shell:
         self.default_factory = default_factory
 
     def __call__(self, entries: dict[Any, Any], attributes: dict[str, Any]) -> Any:
-        made: Any = self.kind.__new__(self.kind)  # pyright: ignore[reportCallIssue] - any class
-        if isinstance(made, defaultdict):
+        made: Any = self.kind.__new__(self.kind)  # pyright: ignore[reportCallIssue]
+        if issubclass(self.kind, defaultdict):
             made.default_factory = self.default_factory
         store: Any = OrderedDict.__setitem__ if isinstance(made, OrderedDict) else dict.__setitem__
         for key, value in entries.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from traceback import FrameSummary
@@ -151,6 +152,24 @@ def tensor_check(
     """Return torch's compiled check that tensors are like these; None leaves a size or stride open."""
     guards: Any = TensorGuards
     return guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
+def changed_attributes(error: BaseException | None) -> list[str]:
+    """Return the attributes that a traced forward sets, as sources, from the error that refused them.
+
+    The message names the objects only; the trace that it comes from is found in the frames of the error.
+    """
+    found: list[str] = []
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            effects = getattr(frame.f_locals.get("self"), "side_effects", None)
+            for variable, attributes in dict(getattr(effects, "store_attr_mutations", None) or {}).items():
+                source = getattr(variable, "source", None)
+                if source is not None:
+                    name = source.name if isinstance(source.name, str) else source.name()
+                    found += (f"{name}.{attribute}" for attribute in attributes)
+        error = error.__cause__ or error.__context__
+    return list(dict.fromkeys(found))
 
 
 # --- sizes ----------------------------------------------------------------------------------

@@ -158,6 +158,7 @@ def trace(
         frame, fullgraph=True, backend=_recorder(recorded, backend), options={"guard_filter_fn": _kept_guards}
     )
     try:
+        # This order: leaving inference mode turns gradients on.
         with torch.inference_mode(False), internals.one_trace_for_all_sizes(), internals.strict_dynamo():
             returned = compiled(*scope.values())
             if numbers := numbers_in_shapes(returned):
@@ -390,9 +391,14 @@ def _trace_error(error: BaseException, recorded: _Recorded, owner: str, argument
 
 
 def _changed_state(error: BaseException) -> str:
-    sources = re.search(r"double check: \[(.*?)\]\n", f"{error}\n", re.DOTALL)
-    text = sources.group(1) if sources else _first_line(error)
-    return text.replace(f"L['{TARGET}']", "self").strip('"')
+    found = re.search(r"double check: \[(.*?)\]\n", f"{error}\n", re.DOTALL)
+    sources = re.findall(r'"([^"]+)"', found.group(1)) if found else [_first_line(error)]
+    attributes = internals.changed_attributes(error)
+    whole = [source for source in sources if not any(name.startswith(f"{source}.") for name in attributes)]
+    text = ", ".join([*attributes, *whole]).replace(f"L['{TARGET}']", "self")
+    text = re.sub(r"\._modules\['(\w+)'\]", r".\1", text)
+    text = re.sub(r"G\['__import_(\w+)'\]", lambda match: match.group(1).replace("_dot_", "."), text)
+    return re.sub(r"[GL]\['(\w+)'\]", r"\1", text)
 
 
 def _specialised(error: BaseException, recorded: _Recorded, arguments: Arguments) -> str | None:
@@ -411,7 +417,7 @@ def _specialised(error: BaseException, recorded: _Recorded, arguments: Arguments
             if spec is None or source is None:
                 continue
             dim, name = source.dim, spec.dims[source.dim]
-            value = relation.rhs if relation.lhs == symbol else relation.lhs
+            (value,) = sympy.solve(relation, symbol) or [relation]
             line = f", by this line: {guard.user_line}" if guard.user_line else ""
             return (
                 f"dim {dim} ({name!r}) of argument {path} is meant to vary, but the model fixes it to {value}{line}; "
