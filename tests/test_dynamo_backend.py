@@ -20,6 +20,8 @@ OPTIONS = {"splitting_ops": CUTS, "piece_compiler": "eager"}
 
 
 class Model(nn.Module):
+    count: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -226,7 +226,7 @@ def interpret(code: Code, x: torch.Tensor) -> Any:
     return values[-4:], values[0]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     code=st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 9), st.integers(0, 4)), max_size=7),
     sizes=st.tuples(st.integers(2, 5), st.just(1), st.integers(1, 9)),
@@ -241,9 +241,9 @@ def test_random_models_are_like_eager(code: Code, sizes: tuple[int, ...]) -> Non
         try:
             result = compiled(rows(n))
         except TraceDepartureError as error:
-            if n != 1 or "rows != 1" not in str(error):
-                raise
             # Torch reads whether there is one row where a view is copied to, and says so.
+            if n != 1 or "the trace holds for rows" not in str(error):
+                raise
         else:
             torch.testing.assert_close(result, model(rows(n)))
     split = compiled_state(compiled).split
