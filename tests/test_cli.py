@@ -56,4 +56,6 @@ def test_user_errors_are_told_without_a_traceback(tmp_path: Path) -> None:
 
 def test_unknown_command_is_refused_and_help_lists_the_commands() -> None:
     assert run_child("-m piecework plugin").returncode == 2
-    assert "plugins" in run_child("-m piecework --help").stdout
+    said = run_child("-m piecework --help").stdout
+    assert "plugins" in said
+    assert "env" in said

@@ -217,7 +217,7 @@ if __name__ == "__main__":
 def test_child_forked_while_another_thread_loads_loads_by_itself(tmp_path: Path) -> None:
     code = """
 import os, signal, threading
-from piecework import plugins
+from piecework import plugins, registry
 
 def find():
     if threading.current_thread() is not threading.main_thread():
@@ -226,7 +226,7 @@ def find():
     return original()
 
 is_loading, is_over = threading.Event(), threading.Event()
-original, plugins.find_installed_plugins = plugins.find_installed_plugins, find
+original, registry.find_installed_plugins = registry.find_installed_plugins, find
 thread = threading.Thread(target=plugins.plugin_manager)
 thread.start()
 is_loading.wait()

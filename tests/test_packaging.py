@@ -116,6 +116,7 @@ def test_editable_installs_are_plain_pth_files(tmp_path: Path) -> None:
     assert environment.plugins() == [("inductor", "active", 0), ("silly_attention", "active", 1)]
 
 
+@pytest.mark.slow
 def test_third_party_template_is_found_ordered_blocked_and_gone(tmp_path: Path, wheels: dict[str, Path]) -> None:
     environment = Environment(tmp_path / "venv")
     environment.pip_install(*(str(wheel) for wheel in wheels.values()))

@@ -226,7 +226,9 @@ def test_wrapper_of_splitting_ops_sees_all_answers() -> None:
     assert manager.splitting_ops(config()) == ((SplittingOp("x::b"), "two"), (SplittingOp("x::c"), "w"))
 
 
-@pytest.mark.parametrize("answer", ["x::y", {"x::y"}, [3], [None], [""], 3, SplittingOp("x::y")], ids=repr)
+@pytest.mark.parametrize(
+    "answer", ["x::y", {"x::y"}, [3], [None], [""], 3, SplittingOp("x::y")], ids=lambda value: type(value).__name__
+)
 def test_splitting_ops_must_be_a_list_of_ops(answer: object) -> None:
     with pytest.raises(PluginError) as raised:
         manager_of(make_namer(answer)).splitting_ops(config())
@@ -237,7 +239,9 @@ def test_splitting_ops_must_be_a_list_of_ops(answer: object) -> None:
 # Who is blamed.
 
 
-@pytest.mark.parametrize("answer", [3.5, lambda x: x, CompiledPiece(cast(Any, None)), ()], ids=repr)
+@pytest.mark.parametrize(
+    "answer", [3.5, lambda x: x, CompiledPiece(cast(Any, None)), ()], ids=lambda value: type(value).__name__
+)
 def test_compiled_piece_must_be_one(answer: object) -> None:
     with pytest.raises(PluginError) as raised:
         manager_of(make_compiler("bad", answer)).compile_piece(PIECE, config())
@@ -255,7 +259,7 @@ def test_error_in_a_hook_names_plugin_hook_and_piece() -> None:
     assert e.value.__cause__ is error
 
 
-@pytest.mark.parametrize("error", [CompileError("mine"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("error", [CompileError("mine"), KeyboardInterrupt()], ids=lambda value: type(value).__name__)
 def test_our_own_errors_and_interrupts_pass_unchanged(error: BaseException) -> None:
     manager = manager_of(make_compiler("c", error), make_wrapper("w"))
     with pytest.raises(type(error)) as raised:

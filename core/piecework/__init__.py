@@ -38,11 +38,6 @@ if TYPE_CHECKING:
     )
     from piecework.tools.report import Report, report
 
-from piecework.hookspecs import hookimpl
-from piecework.pieces import CompiledPiece, Piece, SplittingOp
-
-__all__ = ["CompiledPiece", "Piece", "SplittingOp", "hookimpl"]
-
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -65,7 +60,7 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [  # noqa: RUF022 - grouped as in the documents
+__all__ = [
     "CompilationConfig",
     "CompilationLevel",
     "CompileError",

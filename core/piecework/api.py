@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
@@ -86,7 +87,7 @@ def _compile_function(function: Any, config: CompilationConfig | None, given: Gi
     def publish(answer: Callable[..., Any]) -> None:
         current[0] = answer
 
-    compiled.__piecework_forward__ = Forward(  # pyright: ignore[reportFunctionMemberAccess]
+    forward = Forward(
         function,
         function,
         owner=owner,
@@ -95,6 +96,7 @@ def _compile_function(function: Any, config: CompilationConfig | None, given: Gi
         default_level=CompilationLevel.PIECEWISE,
         publish=publish,
     )
+    vars(compiled)["__piecework_forward__"] = forward
     return compiled
 
 
@@ -128,11 +130,8 @@ def _compile_module(module: nn.Module, config: CompilationConfig | None, given: 
     cls = type(module)
     owner = cls.__qualname__
     dims = dynamic_dims(signature_of(module), given, owner=owner, namespace=_namespace(cls))
-    subclass: Any = type(cls)(
-        cls.__name__,
-        (_CompiledModule, cls),
-        {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__},
-    )
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    subclass: Any = types.new_class(cls.__name__, (_CompiledModule, cls), exec_body=lambda space: space.update(names))
     compiled = object.__new__(subclass)
     object.__setattr__(compiled, "__dict__", module.__dict__)
 
@@ -169,9 +168,13 @@ def _namespace(cls: type) -> dict[str, Any]:
 
 
 class _InstanceState:
-    """Keeps an instance's ``Forward`` in its ``__dict__``; copies and pickles of the instance get None."""
+    """Keeps an instance's ``Forward`` in its ``__dict__``; deep copies and pickles of the instance get None.
 
-    def __init__(self) -> None:
+    A shallow copy gets the same object, and knows by ``instance`` that it is another's.
+    """
+
+    def __init__(self, instance: Any) -> None:
+        self.instance = instance
         self.forward: Forward | None = None
         self.answer: Callable[..., Any] | None = None
 
@@ -179,9 +182,6 @@ class _InstanceState:
         self.answer = answer
 
     def __deepcopy__(self, memo: Any) -> None:
-        return None
-
-    def __copy__(self) -> None:
         return None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -244,8 +244,8 @@ def _decorate(cls: Any, *, given: GivenDims | None, enable_if: Callable[[Any], b
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original_call(self, *args, **kwargs)
-        state = self.__dict__.get(_STATE)  # None in a copy of an instance that was called
-        if state is not None:
+        state = self.__dict__.get(_STATE)  # None in a deep copy of an instance that was called
+        if state is not None and state.instance is self:
             return state.answer(self, *args, **kwargs)
         return _first_call_of_instance(self, original_call)(self, *args, **kwargs)
 
@@ -262,7 +262,7 @@ def _class_dims(cls: type[nn.Module], given: GivenDims | None) -> DynamicDims:
 def _first_call_of_instance(instance: Any, original_call: Callable[..., Any]) -> Callable[..., Any]:
     cls = type(instance)
     original = functools.partial(original_call, instance)
-    state = _InstanceState()
+    state = _InstanceState(instance)
     decoration = cls.__piecework_decoration__
     if decoration is None or (decoration[3] is not None and not decoration[3](instance)):
         state.answer = original_call
@@ -280,9 +280,12 @@ def _first_call_of_instance(instance: Any, original_call: Callable[..., Any]) ->
             publish=state.publish,
         )
     with compile_lock:
-        if instance.__dict__.get(_STATE) is None:
-            instance.__dict__[_STATE] = state
-    return instance.__dict__[_STATE].answer
+        there = instance.__dict__.get(_STATE)
+        if there is None or there.instance is not instance:
+            instance.__dict__[_STATE] = there = state
+    answer = there.answer
+    assert answer is not None
+    return answer
 
 
 def _check_module_class(cls: Any, what: str) -> None:
@@ -300,13 +303,16 @@ def forward_of(model: Any, what: str) -> Forward:
         ConfigError: it is none of these.
     """
     forward = getattr(model, "__piecework_forward__", None)
-    if forward is None and isinstance(state := getattr(model, "__dict__", {}).get(_STATE), _InstanceState):
+    state = getattr(model, "__dict__", {}).get(_STATE)
+    if forward is None and isinstance(state, _InstanceState) and state.instance is model:
         forward = state.forward
     if isinstance(forward, Forward):
         return forward
     if getattr(type(model), "__piecework_decoration__", None) is not None:
         raise ConfigError(f"{what}: this {type(model).__qualname__} has not been called yet")
-    raise ConfigError(f"{what} takes what piecework.compile returned, or an instance of a decorated class, got {model!r}")
+    raise ConfigError(
+        f"{what} takes what piecework.compile returned, or an instance of a decorated class, got {model!r}"
+    )
 
 
 def release(model: Any) -> None:

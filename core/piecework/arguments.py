@@ -20,7 +20,15 @@ from piecework.torch_internals import mark_dynamic
 DimNames = dict[int, str]
 CONSTANT_TYPES = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), enum.Enum, slice),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, type, types.FunctionType, types.BuiltinFunctionType),
+    *(
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+        type,
+        types.FunctionType,
+        types.BuiltinFunctionType,
+    ),
 )
 
 
@@ -377,7 +385,9 @@ def _leaves(spec: Spec) -> Iterator[Spec]:
 
 
 def _same_constant(a: Any, b: Any) -> bool:
-    return bool(a == b) or (a != a and b != b)
+    if isinstance(a, (float, complex)):
+        return repr(a) == repr(b)  # nan is nan, and 0.0 is not -0.0
+    return bool(a == b)
 
 
 def _shown(value: Any) -> str:

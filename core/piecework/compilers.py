@@ -16,8 +16,8 @@ from piecework import torch_internals as internals
 from piecework.config import CompilationConfig
 from piecework.counting import counters
 from piecework.dedupe import UniquePiece
-from piecework.effects import fresh_fake
 from piecework.errors import CompileError, ConfigError, PieceworkError, PieceworkWarning, PluginError
+from piecework.exact import exact_graph, run_on_fakes
 from piecework.pieces import CompiledPiece, Piece
 from piecework.plugins import PluginManager
 from piecework.process_settings import is_first_time
@@ -158,58 +158,12 @@ def eager_piece(piece: Piece) -> CompiledPiece:
 
 def specialised(piece: Piece, size: int | Mapping[str, int], values: Mapping[sympy.Symbol, int]) -> Piece:
     """Return a piece whose example inputs have one exact size; its inputs stay the same."""
-    shape_env = _shape_env_of(piece)
-    graph = torch.fx.GraphModule(piece.graph, _copied(piece.graph.graph))
-    mode = internals.new_fake_mode()
-    examples: list[Any] = []
-    with mode:
-        for node in graph.graph.find_nodes(op="placeholder"):
-            example = _exact(node.meta["example_value"], values, shape_env)
-            node.meta["example_value"] = example
-            if isinstance(example, int):
-                for user in list(node.users):
-                    user.args, user.kwargs = torch.fx.node.map_arg(
-                        (user.args, user.kwargs), lambda arg, node=node, number=example: number if arg is node else arg
-                    )
-            examples.append(example)
-    graph.recompile()
-    with mode, torch.no_grad():
-        _Refresher(graph).run(*[fresh_fake(example) for example in examples])
-    name = f"{piece.name} for size {size}"
-    return replace(piece, name=name, graph=graph, example_inputs=tuple(examples), size=size)
-
-
-def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:
-    copied = torch.fx.Graph()
-    output = copied.graph_copy(graph, {})
-    copied.output(output)
-    return copied
-
-
-class _Refresher(torch.fx.Interpreter):
-    def run_node(self, n: torch.fx.Node) -> Any:
-        result = super().run_node(n)
-        if n.op not in ("placeholder", "output"):
-            n.meta["example_value"] = result
-        return result
-
-
-def _exact(example: Any, values: Mapping[sympy.Symbol, int], shape_env: internals.ShapeEnv | None) -> Any:
-    def number(size: int | torch.SymInt) -> int:
-        return size if isinstance(size, int) else int(internals.size_expression(size, shape_env).xreplace(values))  # pyright: ignore[reportArgumentType]
-
-    if isinstance(example, (int, torch.SymInt)):
-        return number(example)
-    if type(example) not in (internals.FakeTensor, torch.nn.Parameter):
-        return example
-    shape, stride = [number(size) for size in example.size()], [number(step) for step in example.stride()]
-    made = torch.empty_strided(shape, stride, dtype=example.dtype, device=example.device)
-    return torch.nn.Parameter(made, example.requires_grad) if isinstance(example, torch.nn.Parameter) else made
+    graph = exact_graph(piece.graph, values, _shape_env_of(piece))
+    run_on_fakes(graph, lambda node, result: node.meta.__setitem__("example_value", result))
+    examples = tuple(node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder"))
+    return replace(piece, name=f"{piece.name} for size {size}", graph=graph, example_inputs=examples, size=size)
 
 
 def _shape_env_of(piece: Piece) -> internals.ShapeEnv | None:
-    for example in piece.example_inputs:
-        mode = getattr(example, "fake_mode", None)
-        if mode is not None and mode.shape_env is not None:
-            return mode.shape_env
-    return None
+    modes = (getattr(example, "fake_mode", None) for example in piece.example_inputs)
+    return next((mode.shape_env for mode in modes if mode is not None and mode.shape_env is not None), None)

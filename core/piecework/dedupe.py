@@ -94,7 +94,7 @@ class _Canonicalizer:
         if not isinstance(size, (int, torch.SymInt)):
             return repr(size)
         expression = internals.size_expression(size, self.shape_env)
-        for symbol in sorted(expression.free_symbols, key=str):
+        for symbol in internals.size_symbols(size, self.shape_env):
             self.symbols.setdefault(symbol, sympy.Symbol(f"s{len(self.symbols)}", integer=True, positive=True))
         return str(expression.xreplace(self.symbols))
 
@@ -121,11 +121,10 @@ def _class_name(tensor: torch.Tensor) -> str:
 
 
 def _target_name(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return target._qualified_op_name
-    if isinstance(target, torch._ops.OpOverload):
-        # Not the name of its packet, which may choose another overload.
-        return f"{target.namespace}::{target._opname}.{target._overloadname}"
+    if isinstance(target, internals.OpOverloadPacket):
+        return internals.packet_name(target)
+    if isinstance(target, internals.OpOverload):
+        return internals.overload_name(target)  # not the name of its packet, which may choose another overload
     module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
     # A function made at run time may share its name with others: it is told apart by identity.
     unique = "" if name and "<locals>" not in name else f" {id(target)}"

@@ -103,7 +103,9 @@ def _size_readers(graph: torch.fx.GraphModule, shape_env: internals.ShapeEnv) ->
     readers: dict[sympy.Symbol, SizeReader] = {}
     for position, node in enumerate(graph.graph.find_nodes(op="placeholder")):
         example = node.meta["example_value"]
-        sizes = [(None, example)] if isinstance(example, torch.SymInt) else list(enumerate(getattr(example, "shape", ())))
+        sizes = (
+            [(None, example)] if isinstance(example, torch.SymInt) else list(enumerate(getattr(example, "shape", ())))
+        )
         for dim, size in sizes:
             if isinstance(size, torch.SymInt):
                 expression = internals.size_expression(size, shape_env)

@@ -17,6 +17,7 @@ ALLOCATIONS = frozenset(
     f"aten::{name}"
     for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 )
+MAYBE_COPIES = frozenset(f"aten::{name}" for name in ("reshape", "contiguous", "flatten", "ravel", "to", "type_as"))
 _OPERATOR_NAMES = {"iadd": "add_", "isub": "sub_", "imul": "mul_", "itruediv": "div_", "truediv": "div"}
 
 
@@ -29,7 +30,8 @@ class Effects:
         storages: the storages of the tensors that it gives, in order.
         written: the storages that the node writes to.
         aliased: for a node whose result shares memory with one of its arguments: that argument.
-        identical: the nodes whose result is that argument, as with ops that work in place.
+        identical: the nodes whose result has the values and the layout of that argument: ops that
+            work in place, and those that do nothing, such as dropout in evaluation.
     """
 
     values: dict[Node, Any] = field(default_factory=dict)
@@ -45,6 +47,10 @@ class Effects:
     def is_view(self, node: Node) -> bool:
         """Whether a node gives another look at an argument of its, and does nothing else."""
         return node in self.aliased and not self.written[node]
+
+    def may_copy(self, node: Node) -> bool:
+        """Whether a node gives a view or a copy, depending on the layout of its argument."""
+        return node.op in ("call_function", "call_method") and aten_name(node) in MAYBE_COPIES
 
     def is_allocation(self, node: Node) -> bool:
         """Whether a node gives memory that nothing has been written to."""
@@ -79,7 +85,7 @@ class _Finder(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         given = {arg: tensors_in(self.env[arg]) for arg in n.all_input_nodes}
-        before = {id(t): (t._version, t.size(), t.stride()) for ts in given.values() for t in ts}
+        before = {id(t): (internals.version(t), t.size(), t.stride()) for ts in given.values() for t in ts}
         result = super().run_node(n)
         written = set(self.declared_writes(n, given))
         for tensors in given.values():
@@ -90,7 +96,7 @@ class _Finder(Interpreter):
                         f"{n.format_node()} changes the shape of a tensor in place, which the parts of a split graph "
                         f"would not agree on; use the form that returns a new tensor{line_of(n)}"
                     )
-                if tensor._version != version and (key := internals.storage_key(tensor)) is not None:
+                if internals.version(tensor) != version and (key := internals.storage_key(tensor)) is not None:
                     written.add(key)
         self.effects.values[n] = result
         self.effects.written[n] = frozenset(written)
@@ -134,8 +140,15 @@ class _Finder(Interpreter):
         if keys <= {internals.storage_key(tensor) for _, tensor in sharing}:
             same = [arg for arg, tensor in sharing if tensor is result]
             self.effects.aliased[node] = (same or [sharing[0][0]])[0]
-            if same:
+            tensor = sharing[0][1]
+            if same or (isinstance(result, torch.Tensor) and _looks(result) == _looks(tensor)):
                 self.effects.identical.add(node)
+
+
+def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what tells two views of one storage apart."""
+    offset = tensor.storage_offset()
+    return tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), offset, tensor.is_conj(), tensor.is_neg()
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -161,14 +174,14 @@ def line_of(node: Node) -> str:
 def schema_of(node: Node, args: Any, kwargs: Any) -> torch.FunctionSchema | None:
     """Return the schema of the op that a node calls, if it calls one."""
     overload = overload_of(node, args, kwargs)
-    return None if overload is None else overload._schema
+    return None if overload is None else internals.op_schema(overload)
 
 
-def overload_of(node: Node, args: Any, kwargs: Any) -> torch._ops.OpOverload | None:
+def overload_of(node: Node, args: Any, kwargs: Any) -> internals.OpOverload | None:
     """Return the overload that a node calls; a packet picks it by its arguments."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, internals.OpOverload):
         return node.target
-    if isinstance(node.target, torch._ops.OpOverloadPacket):
+    if isinstance(node.target, internals.OpOverloadPacket):
         names = node.target.overloads()
         name = names[0] if len(names) == 1 else internals.called_overload(node.target, args, kwargs)
         return getattr(node.target, name or "default")
@@ -177,10 +190,10 @@ def overload_of(node: Node, args: Any, kwargs: Any) -> torch._ops.OpOverload | N
 
 def op_name(node: Node) -> str | None:
     """Return ``"ns::op"`` for whatever form of an op a node calls, or None."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, internals.OpOverload):
         return node.target.name().partition(".")[0]
-    if isinstance(node.target, torch._ops.OpOverloadPacket):
-        return node.target._qualified_op_name
+    if isinstance(node.target, internals.OpOverloadPacket):
+        return internals.packet_name(node.target)
     return aten_name(node)
 
 
@@ -191,8 +204,12 @@ def aten_name(node: Node) -> str | None:
     if node.op != "call_function":
         return None
     target: Any = node.target
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        name = target.name().partition(".")[0] if isinstance(target, torch._ops.OpOverload) else target._qualified_op_name
+    if isinstance(target, (internals.OpOverload, internals.OpOverloadPacket)):
+        name = (
+            target.name().partition(".")[0]
+            if isinstance(target, internals.OpOverload)
+            else internals.packet_name(target)
+        )
         return name if name.startswith("aten::") else None
     builtin = internals.builtin_name(target)
     if builtin is not None:

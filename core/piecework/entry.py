@@ -184,7 +184,7 @@ class _Generator:
         value = spec.value
         if value is None or isinstance(value, bool):
             return f"{spec.path} is {value!r}"
-        if type(value) in (int, str, float):
+        if type(value) in (int, str) or type(value) is float and value:  # 0.0 == -0.0
             return f"type({spec.path}) is {type(value).__name__} and {spec.path} == {self.constant(value)}"
         return f"{self.constant(spec.mismatch)}({spec.path}) is None"
 
@@ -205,7 +205,9 @@ class _Generator:
                 read = f"{spec.path}.size({position})"
                 if dim in seen:
                     text = f"dim {dim!r} is {{}} in argument {seen[dim]} but {{}} in argument {spec.path}"
-                    self.equalities.append((f"{read} == {self.sizes[dim]}", f"{text!r}.format({self.sizes[dim]}, {read})"))
+                    self.equalities.append(
+                        (f"{read} == {self.sizes[dim]}", f"{text!r}.format({self.sizes[dim]}, {read})")
+                    )
                 else:
                     seen[dim] = spec.path
                     self.lines.append(f"{self.sizes[dim]} = {read}")
@@ -356,7 +358,7 @@ class TensorChecks:
             return  # a single row may have any stride: nothing to learn for other sizes
         if check is None:
             sizes = [[size if isinstance(size, int) else None for size in spec.dims] for spec in specs]
-            check = internals.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+            check = internals.tensor_check(tensors, sizes, strides)
             self.variants = [check, *self.variants[: MAX_CHECK_VARIANTS - 1]]
         self.namespace["_pw_check"] = check
 
@@ -407,16 +409,13 @@ def _parameters_text(signature: inspect.Signature, namespace: dict[str, Any]) ->
 
 
 class GradientState(Protocol):
-    """What decides whether a result could be asked for gradients, besides the arguments."""
-
-    requires_grad: bool
+    """What a result could be asked for gradients of, besides the arguments."""
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]: ...
 
 
 class _NoState:
-    requires_grad = False
     tensors: Sequence[torch.Tensor] = ()
 
 
@@ -430,9 +429,11 @@ def without_gradients(run: Callable[..., Any], state: GradientState, given: tupl
         outputs = run(*given)
     finally:
         internals.set_grad_enabled(True)
-    if not state.requires_grad and not any(isinstance(a, torch.Tensor) and a.requires_grad for a in given):
+    tensors = [a for a in itertools.chain(given, state.tensors) if isinstance(a, torch.Tensor)]
+    requiring = [tensor for tensor in tensors if tensor.requires_grad]
+    if not requiring:
         return outputs
-    own = [id(a) for a in itertools.chain(given, state.tensors)]
+    own = [id(tensor) for tensor in tensors]
     chosen = [
         i
         for i, out in enumerate(outputs)
@@ -440,20 +441,23 @@ def without_gradients(run: Callable[..., Any], state: GradientState, given: tupl
     ]
     results = list(outputs)
     if chosen:
-        anchor = torch.empty(0, requires_grad=True)
-        refusing = _RefuseBackward.apply(anchor, *(results[i] for i in chosen))
+        refusing = _RefuseBackward.apply(len(requiring), *requiring, *(results[i] for i in chosen))
         for i, refused in zip(chosen, refusing, strict=True):  # pyright: ignore[reportArgumentType]
             results[i] = refused
     return results
 
 
 class _RefuseBackward(torch.autograd.Function):
-    """Hands its tensors through; a backward raises."""
+    """Hands its tensors through; a backward to what they could depend on raises.
+
+    All that requires a gradient is an input, since torch does not visit a node that leads to nothing asked for:
+    ``autograd.grad(loss, x)`` would leave the model's part out.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, num_requiring: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # ``.data`` gives a tensor that is no view, so that the caller may change it in place.
-        return tuple(tensor.data for tensor in tensors)
+        return tuple(tensor.data for tensor in tensors[num_requiring:])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

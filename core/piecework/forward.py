@@ -9,7 +9,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -138,7 +138,9 @@ class Forward:
             arguments, values = describe_call(signature_of(self.target), self.dims, args, kwargs, owner=self.owner)
             if not all(arguments.sizes.values()):
                 return None
-            self.compiled = self.compile(settings, manager, arguments, values)
+            # Fake tensors made under the caller's inference mode would have no version to tell of writes.
+            with torch.inference_mode(False), torch.no_grad():
+                self.compiled = self.compile(settings, manager, arguments, values)
         except CompileError as error:
             if settings.config.on_failure == "error":
                 raise
@@ -187,7 +189,9 @@ class Forward:
         backend = _backend() if level is CompilationLevel.DYNAMO_ONCE else None
         traced = trace(self.target, arguments, values, owner=self.owner, backend=backend)
         counters.num_graphs_seen += 1
-        logger.info("%s: traced one graph of %d nodes in %.2f s", self.owner, len(traced.graph.graph.nodes), traced.seconds)
+        logger.info(
+            "%s: traced one graph of %d nodes in %.2f s", self.owner, len(traced.graph.graph.nodes), traced.seconds
+        )
         builder = _Builder(self, settings, manager, traced)
         return builder.dynamo_once() if backend else builder.piecewise()
 
@@ -216,7 +220,11 @@ class _Builder:
     def dynamo_once(self) -> Compiled:
         run = whole_graph(self.trace, self.placeholders, self.bound, self.dims, name=self.owner)
         effects = find_effects(self.trace.graph, self.trace.fake_mode)
-        return self.finish(run, {}, None, effects, None, [])
+        fallback = None
+        if relations := self.loose_relations(effects):
+            by_ops = replace(self.trace, backend_result=self.trace.graph.forward)
+            fallback = whole_graph(by_ops, self.placeholders, self.bound, self.dims, name=self.owner), relations
+        return self.finish(run, {}, fallback, effects, None, [])
 
     def piecewise(self) -> Compiled:
         split = self.timed("split", self.split)
@@ -260,7 +268,7 @@ class _Builder:
         self, split: SplitGraph, compiled: Sequence[CompiledUniquePiece]
     ) -> tuple[StraightLine, list[Relation]] | None:
         """Return what runs at sizes that the compiled code is not made for though the trace is, and when."""
-        needed: list[Relation] = []
+        needed = self.loose_relations(split.effects)
         for one in compiled:
             for relation in one.added_relations:
                 for symbols in one.unique.symbols_by_place:
@@ -277,7 +285,15 @@ class _Builder:
 
     def straight_line(self, split: SplitGraph, runs: Sequence[Callable[..., Any]]) -> StraightLine:
         return straight_line(
-            *(split, runs, self.placeholders, self.bound, self.dims, self.trace.meaning_of_symbol, self.trace.shape_env),
+            *(
+                split,
+                runs,
+                self.placeholders,
+                self.bound,
+                self.dims,
+                self.trace.meaning_of_symbol,
+                self.trace.shape_env,
+            ),
             name=self.owner,
         )
 
@@ -302,9 +318,26 @@ class _Builder:
             exact[key] = self.straight_line(split, runs)
         return exact
 
+    def loose_relations(self, effects: Effects) -> list[Relation]:
+        """Return what ops looked at to choose a layout, where the graph holds op by op without it.
+
+        It does unless something is written through what is a view in one layout and a copy in another; then calls
+        elsewhere depart from the trace.
+        """
+        relations = list(self.trace.op_relations)
+        written = {key for keys in effects.written.values() for key in keys}
+        copied = {key for node in effects.values if effects.may_copy(node) for key in effects.storages[node]}
+        if written.intersection(copied):
+            self.trace.relations += self.trace.op_relations
+            return []
+        return relations
+
     def log_summary(self, split: SplitGraph, compiled: Sequence[CompiledUniquePiece]) -> None:
         stages = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in self.seconds.items())
-        logger.info("%s: %d pieces, %d to compile, %d unique; %s", self.owner, split.num_pieces, len(split.pieces), len(compiled), stages)  # fmt: skip
+        logger.info(
+            "%s: %d pieces, %d to compile, %d unique; %s",
+            *(self.owner, split.num_pieces, len(split.pieces), len(compiled), stages),
+        )
         if (sizes := compile_context()) is not None:
             logger.info("%s: nothing here captures graphs, so sizes %s run uncaptured", self.owner, list(sizes))
 
@@ -417,4 +450,3 @@ def _dynamo_as_is(target: Callable[..., Any]) -> Callable[..., Any]:
 def all_forwards() -> list[Forward]:
     """Return every model and function that is under Piecework now."""
     return list(_forwards)
-

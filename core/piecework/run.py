@@ -12,6 +12,7 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from piecework import torch_internals as internals
 from piecework.effects import overload_of
@@ -79,7 +80,12 @@ def straight_line(
 
 
 def whole_graph(
-    trace: Trace, inputs: Mapping[Node, GraphInput], bound: Mapping[Node, torch.Tensor], dims: Sequence[str], *, name: str
+    trace: Trace,
+    inputs: Mapping[Node, GraphInput],
+    bound: Mapping[Node, torch.Tensor],
+    dims: Sequence[str],
+    *,
+    name: str,
 ) -> StraightLine:
     """Generate the function that calls what the backend of level 2 made of the whole graph."""
     namespace: dict[str, Any] = {"backend": trace.backend_result}
@@ -143,6 +149,7 @@ class _Writer:
         self.uses: list[str] = []
         self.functions: dict[int, str] = {}
         self.arguments: list[str] = []
+        self.known_sizes: set[sympy.Basic] = set(meaning_of_symbol)
         activations = [(g.tensor_index, node) for node, g in inputs.items() if g.kind is InputKind.ACTIVATION]
         for position, node in sorted(activations, key=lambda pair: pair[0] or 0):
             self.names[node] = f"a{position}"
@@ -161,7 +168,7 @@ class _Writer:
         call = f"{step.name}({', '.join(given)})"
         if step.outputs:
             results = [self.new_name(node) for node in step.outputs]
-            self.add(f"{', '.join(results)}{',' if len(results) == 1 else ''} = {call}", results)
+            self.add(f"{', '.join(results)}{',' if len(results) == 1 else ''} = {call}", results, step.outputs)
         else:
             self.add(call)
 
@@ -176,13 +183,27 @@ class _Writer:
             text = f"{self.function(node, op)}({', '.join(args)})"
         if node.users:
             name = self.new_name(node)
-            self.add(f"{name} = {text}", [name])
+            self.add(f"{name} = {text}", [name], [node])
         else:
             self.add(text)
 
-    def add(self, text: str, defines: Sequence[str] = ()) -> None:
+    def add(self, text: str, defines: Sequence[str] = (), nodes: Sequence[Node] = ()) -> None:
         self.lines.append(_Line(text, self.uses, list(defines)))
         self.uses = []
+        for node in nodes:
+            self.read_sizes(node)
+
+    def read_sizes(self, node: Node) -> None:
+        """Give sizes that follow from no input a variable where a value first has them.
+
+        They come from ops whose results depend on data, and on torch 2.11 from slices up to a size.
+        """
+        for tensor in (value for value in [self.effects.values[node]] if isinstance(value, torch.Tensor)):
+            for dim, size in enumerate(tensor.shape):
+                symbol = internals.size_expression(size, self.shape_env)
+                if isinstance(symbol, sympy.Symbol) and symbol not in self.known_sizes:
+                    self.known_sizes.add(symbol)
+                    self.lines.append(_Line(f"{symbol} = {self.names[node]}.size({dim})", [self.names[node]]))
 
     def new_name(self, node: Node) -> str:
         name = f"v{len(self.names)}_{node.name}"
@@ -246,8 +267,8 @@ class _Writer:
         target: Any = node.target
         if op is not None and op.implementation is not None:
             target = op.implementation
-        elif isinstance(target, torch._ops.OpOverloadPacket):
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda arg: self.effects.values[arg])
+        elif isinstance(target, internals.OpOverloadPacket):
+            args, kwargs = map_arg((node.args, node.kwargs), lambda arg: self.effects.values[arg])
             target = overload_of(node, args, kwargs) or target
         name = self.functions.get(id(target))
         if name is None:
@@ -260,12 +281,17 @@ class _Writer:
     # The whole.
 
     def finish(self, name: str) -> StraightLine:
-        returned = [self.argument(value) for value in self.split.returned]
+        returned = [self.returned(value) for value in self.split.returned]
         self.add(f"return ({', '.join(returned)}{',' if len(returned) == 1 else ''})")
         parameters = [*self.arguments, *(size_variable(i) for i in range(len(self.dims)))]
         body = "\n".join(f"    {line}" for line in self.with_deletions())
         source = f"def forward({', '.join(parameters)}):\n{body}\n"
         return _made(source, self.namespace, self.bound_names, name)
+
+    def returned(self, value: Any) -> str:
+        if isinstance(value, Node) and value not in self.names and self.effects.is_view(value):
+            self.view(value)  # also one that looks like its base: the caller gets a tensor of its own
+        return self.argument(value)
 
     def with_deletions(self) -> list[str]:
         """Return the lines, with each intermediate dropped after its last use."""

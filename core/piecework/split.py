@@ -17,6 +17,7 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecework import torch_internals as internals
@@ -160,7 +161,7 @@ class OpMatcher:
             return name, self.by_name[name]
         if not any(known.startswith(f"{name}.") for known in self.by_name):
             return None
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda arg: effects.values[arg])
+        args, kwargs = map_arg((node.args, node.kwargs), lambda arg: effects.values[arg])
         overload = overload_of(node, args, kwargs)
         full = overload.name() if overload is not None else name
         return (full, self.by_name[full]) if full in self.by_name else None
@@ -263,19 +264,20 @@ class _Splitter:
         self.shape_env = fake_mode.shape_env
         self.bound = bound
         self.matched_names: set[str] = set()
+        self.exported: set[Node] = set()
         self.returned: tuple[Any, ...] = tuple(graph.graph.output_node().args[0])  # pyright: ignore[reportArgumentType]
 
     def split(self) -> SplitGraph:
         regions = self.regions()
         home = {node: region for region in regions for node in region.nodes}
-        needed = self.needed_outside(regions, home)
+        exports = self.choose_exports(regions, home)
         steps: list[Step] = []
         num_pieces = 0
         for region in regions:
             if region.is_eager:
                 steps.append(EagerStep(tuple(region.nodes), region.ops))
             else:
-                outputs = [node for node in region.nodes if node in needed]
+                outputs = [exports[node] for node in region.nodes if node in exports]
                 steps.append(self.piece(f"piece_{num_pieces}", region, outputs))
                 num_pieces += 1
         return SplitGraph(tuple(steps), self.graph, self.effects, self.returned)
@@ -361,37 +363,63 @@ class _Splitter:
     # Which values cross a cut.
 
     def resolve(self, node: Node) -> Node:
-        """Return the node whose value is the same tensor, past ops that work in place."""
-        while node in self.effects.identical and self.effects.written[node]:
+        """Return the node whose value is the same tensor, past ops that work in place or do nothing."""
+        while node in self.effects.identical:
             node = self.effects.aliased[node]
         return node
 
     def bases(self, node: Node) -> Iterator[Node]:
         """Yield the nodes whose values a user of ``node`` needs from elsewhere."""
         node = self.resolve(node)
-        if self.effects.is_view(node):
+        if self.effects.is_view(node) and node not in self.exported:
             for arg in node.all_input_nodes:
                 yield from self.bases(arg)
         elif not self.effects.is_scalar(node):
             yield node
 
-    def needed_outside(self, regions: list[_Region], home: dict[Node, _Region]) -> set[Node]:
-        needed: set[Node] = set()
+    def choose_exports(self, regions: list[_Region], home: dict[Node, _Region]) -> dict[Node, Node]:
+        """Return what each node whose memory is needed outside of its region is exported as.
+
+        It is the node itself, from which users take their views again; or, where all of them look
+        at it in one way only, that view, so that nothing is left to do between the pieces.
+        """
+        looks: dict[Node, dict[Node, None]] = {}
+        for used, region in self.uses(regions):
+            for base in self.bases(used):
+                if base in home and home[base] is not region:
+                    looks.setdefault(base, {})[self.look_at(used, base)] = None
+        exports = {base: next(iter(nodes)) if len(nodes) == 1 else base for base, nodes in looks.items()}
+        for base, node in exports.items():
+            if home[base].is_eager:
+                exports[base] = base
+            elif isinstance(self.effects.values[base], (tuple, list)):
+                raise SplitError(
+                    f"{base.format_node()} gives several tensors, which cross a cut as one tuple{line_of(base)}; "
+                    "unpack it before it is used"
+                )
+            else:
+                self.exported.add(node)
+        return exports
+
+    def uses(self, regions: list[_Region]) -> Iterator[tuple[Node, _Region | None]]:
+        """Yield every use of a value, with the region that uses it; None for the result of the graph."""
         for region in regions:
             for node in region.nodes:
                 for arg in node.all_input_nodes:
-                    if home.get(arg) is not region:
-                        needed.update(base for base in self.bases(arg) if home.get(base) is not region)
+                    yield arg, region
         for value in self.returned:
             if isinstance(value, Node):
-                needed.update(self.bases(value))
-        for node in needed:
-            if isinstance(self.effects.values[node], (tuple, list)) and node.op != "placeholder":
-                raise SplitError(
-                    f"{node.format_node()} gives several tensors, which cross a cut as one tuple{line_of(node)}; "
-                    "unpack it before it is used"
-                )
-        return needed
+                yield value, None
+
+    def look_at(self, node: Node, base: Node) -> Node:
+        """Return the view of ``base`` that a use of ``node`` sees; ``base`` where it can't be taken from it alone."""
+        node = seen = self.resolve(node)
+        while node is not base:
+            tensors = [arg for arg in node.all_input_nodes if not self.effects.is_scalar(arg)]
+            if len(tensors) != 1:
+                return base
+            node = self.resolve(tensors[0])
+        return seen
 
     # One piece.
 
@@ -400,7 +428,6 @@ class _Splitter:
         builder = _PieceBuilder(self, inputs)
         for node in region.nodes:
             builder.copy(node)
-        outputs = [node for node in outputs if tensors_in(self.effects.values[node])]
         graph = builder.finish(outputs)
         storages = [self.effects.storages.get(node, ()) if isinstance(node, Node) else () for node in inputs]
         touched = {key for node in region.nodes for key in self.effects.written[node]}
@@ -415,13 +442,12 @@ class _Splitter:
         inside = set(region.nodes)
         found: dict[PieceInput, None] = {}
         sizes: dict[sympy.Symbol, None] = {}
-        for node in region.nodes:
-            for arg in node.all_input_nodes:
-                for leaf in self.leaves(arg, inside):
-                    if self.effects.is_scalar(leaf):
-                        sizes.update(dict.fromkeys(self.symbols_of(leaf)))
-                    else:
-                        found[leaf] = None
+        for value in (*(arg for node in region.nodes for arg in node.all_input_nodes), *outputs):
+            for leaf in self.leaves(value, inside):
+                if self.effects.is_scalar(leaf):
+                    sizes.update(dict.fromkeys(self.symbols_of(leaf)))
+                else:
+                    found[leaf] = None
         bare: set[sympy.Basic] = set()
         used: dict[sympy.Symbol, None] = {}
         for node in found:
@@ -436,11 +462,17 @@ class _Splitter:
         """Yield what a use of ``node`` needs from outside: tensors with memory of their own, and numbers."""
         if node in inside or (node := self.resolve(node)) in inside or node.op == "get_attr":
             return
-        if self.effects.is_view(node):
+        if self.effects.is_view(node) and (node not in self.exported or self.is_own(node, inside)):
             for arg in node.all_input_nodes:
                 yield from self.leaves(arg, inside)
         else:
             yield node
+
+    def is_own(self, node: Node, inside: set[Node]) -> bool:
+        """Whether a view is of something that the region itself makes."""
+        while node not in inside and self.effects.is_view(node):
+            node = self.resolve(self.effects.aliased[node])
+        return node in inside
 
     def symbols_of(self, node: Node) -> list[sympy.Symbol]:
         return internals.size_symbols(self.effects.values[node], self.shape_env)
@@ -499,7 +531,7 @@ class _PieceBuilder:
         return self.copy(resolved)
 
     def finish(self, outputs: Sequence[Node]) -> GraphModule:
-        self.graph.output(tuple(self.env[node] for node in outputs))
+        self.graph.output(tuple(self.value(node) for node in outputs))
         targets = {str(node.target) for node in self.graph.find_nodes(op="get_attr")}
         attributes = {target: _attribute(self.splitter.graph, target) for target in targets}
         return GraphModule(attributes, self.graph)

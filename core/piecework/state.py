@@ -94,7 +94,6 @@ class BoundState:
         step = max(len(plain), 1) if self.check_all else SAMPLE_SIZE
         groups = [tuple(plain[i : i + step]) for i in range(0, len(plain), step)]
         self.windows = itertools.cycle([(group, [t.data_ptr() for t in group]) for group in groups] or [((), [])])
-        self.requires_grad = any(b.tensor.requires_grad for b in self.bindings)
         for namespace in self.namespaces:
             namespace.update((b.name, b.tensor) for b in self.bindings if b.name in namespace)
             if "_pw_windows" in namespace:

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from traceback import FrameSummary
 from types import CodeType
 from typing import Any
 
@@ -40,7 +41,6 @@ __all__ = [
     "FakeTensorMode",
     "InternalTorchDynamoError",
     "ShapeEnv",
-    "TensorGuards",
     "TorchRuntimeError",
     "Unsupported",
     "UserError",
@@ -62,7 +62,12 @@ def one_trace_for_all_sizes() -> Iterator[None]:
     Without it torch assumes that a size is at least 2 and records no guard for that. To be entered
     after ``inference_mode(False)``, which switches gradients on.
     """
-    with symbolic_shapes_config.patch(backed_size_oblivious=True), torch.no_grad():
+    with (
+        symbolic_shapes_config.patch(  # pyright: ignore[reportAttributeAccessIssue] - put there at run time
+            backed_size_oblivious=True
+        ),
+        torch.no_grad(),
+    ):
         yield
 
 
@@ -134,6 +139,14 @@ def failed_guard(manager: Any, scope: dict[str, Any]) -> str | None:
     return str(parts[0]) if parts else "a guard without a description"
 
 
+def tensor_check(
+    tensors: Sequence[torch.Tensor], sizes: list[list[int | None]], strides: list[list[int | None]]
+) -> Callable[..., bool]:
+    """Return torch's compiled check that tensors are like these; None leaves a size or stride open."""
+    guards: Any = TensorGuards
+    return guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
 # --- sizes ----------------------------------------------------------------------------------
 
 
@@ -143,14 +156,27 @@ class ShapeGuard:
 
     relation: sympy.Basic
     user_line: str
+    is_of_an_op: bool
+    """An op looked at it to choose among layouts, and not the model to choose what to do."""
 
 
 def shape_guards(shape_env: ShapeEnv) -> list[ShapeGuard]:
     """Return every relation that must hold for the trace to be valid."""
-    guards = [ShapeGuard(guard.expr, getattr(guard.sloc, "maybe_user_loc", None) or "") for guard in shape_env.guards]
+    guards: list[ShapeGuard] = []
+    for guard in shape_env.guards:
+        line = getattr(guard.sloc, "maybe_user_loc", None) or ""
+        frame = getattr(guard.sloc, "framework_loc", None)
+        is_of_an_op = isinstance(frame, FrameSummary) and ("_dynamo" not in frame.filename or frame.name == "run_node")
+        guards.append(ShapeGuard(guard.expr, line, is_of_an_op))
     for asserts in shape_env.deferred_runtime_asserts.values():
-        guards += [ShapeGuard(item.expr, item.msg if isinstance(item.msg, str) else "") for item in asserts]
+        guards += [ShapeGuard(item.expr, item.msg if isinstance(item.msg, str) else "", False) for item in asserts]
     return guards
+
+
+def traced_values(shape_env: ShapeEnv) -> dict[sympy.Symbol, int]:
+    """Return the value that each symbol had at the trace, where it has one."""
+    values = getattr(shape_env, "backed_var_to_val", None) or shape_env.var_to_val  # renamed after 2.11
+    return {symbol: int(value) for symbol, value in values.items()}
 
 
 def size_expression(size: int | torch.SymInt, shape_env: ShapeEnv) -> sympy.Expr:
@@ -230,8 +256,8 @@ def compute_size(value: Any, shape_env: ShapeEnv, inputs: Mapping[sympy.Symbol, 
 
 def make_symint(shape_env: ShapeEnv, symbol: sympy.Symbol) -> torch.SymInt:
     """Return a SymInt for a symbol that the graph has no input for."""
-    values = getattr(shape_env, "backed_var_to_val", None) or shape_env.var_to_val  # renamed in 2.11
-    made = shape_env.create_symintnode(symbol, hint=int(values[symbol]))
+    # No hint for a size that follows from no input.
+    made = shape_env.create_symintnode(symbol, hint=traced_values(shape_env).get(symbol))
     assert isinstance(made, torch.SymInt)
     return made
 
@@ -244,6 +270,30 @@ def size_hint(size: torch.SymInt) -> int:
 
 
 # --- operators ------------------------------------------------------------------------------
+
+
+OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
+
+
+def packet_name(packet: OpOverloadPacket) -> str:
+    """Return ``"ns::op"``."""
+    return packet._qualified_op_name
+
+
+def overload_name(overload: OpOverload) -> str:
+    """Return ``"ns::op.overload"``; the default one has the name ``default``."""
+    return f"{overload.namespace}::{overload._opname}.{overload._overloadname}"
+
+
+def op_schema(overload: OpOverload) -> torch.FunctionSchema:
+    """Return the schema of an op, which says what it writes to."""
+    return overload._schema
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Return a count that rises with every write to the memory of a tensor."""
+    return tensor._version
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
@@ -264,8 +314,9 @@ def all_op_names() -> list[str]:
     return torch._C._dispatch_get_all_op_names()
 
 
-def called_overload(packet: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+def called_overload(packet: OpOverloadPacket, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     """Return the name of the overload that a packet would pick for these arguments."""
+    return torch._C._jit_resolve_packet(packet_name(packet), *args, **kwargs)
     return torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
 
 

@@ -17,7 +17,8 @@ import torch
 from piecework import torch_internals as internals
 from piecework.arguments import Arguments, fake_value, trace_sizes
 from piecework.errors import CompileError
-from piecework.outputs import OutputSpec, describe_outputs
+from piecework.exact import departs_at_one
+from piecework.outputs import OutputSpec, describe_outputs, numbers_in_shapes
 from piecework.pieces import InputKind
 
 TARGET = "_pw_target"
@@ -96,6 +97,9 @@ class Trace:
     arguments: Arguments
     outputs: OutputSpec
     relations: tuple[Relation, ...]
+    """What must hold for a call to be answered by this trace."""
+    op_relations: tuple[Relation, ...]
+    """What ops looked at to choose a layout: elsewhere the graph holds op by op, but not compiled."""
     meaning_of_symbol: dict[sympy.Symbol, str | int]
     """The named dim that a symbol stands for, or the number where calls are held to one (a stride)."""
     fake_mode: internals.FakeTensorMode
@@ -147,10 +151,8 @@ def trace(
     """
     start = time.perf_counter()
     sizes = trace_sizes(arguments.sizes)
-    with internals.new_fake_mode(), torch.inference_mode(False):
-        fakes = {name: fake_value(spec, values[name], sizes) for name, spec in arguments.specs.items()}
     frame = _frame(arguments)
-    scope = {TARGET: target, **fakes}
+    scope = {TARGET: target, **_fakes(arguments, values, sizes)}
     recorded = _Recorded()
     compiled = torch.compile(
         frame, fullgraph=True, backend=_recorder(recorded, backend), options={"guard_filter_fn": _kept_guards}
@@ -158,6 +160,13 @@ def trace(
     try:
         with torch.inference_mode(False), internals.one_trace_for_all_sizes(), internals.strict_dynamo():
             returned = compiled(*scope.values())
+            if numbers := numbers_in_shapes(returned):
+                # ``return x.shape`` reads the argument that is passed, past the graph: at sizes that are
+                # no other number there, one sees which is which.
+                above = 1 + max(*numbers, *sizes.values())
+                sizes = {name: above + i for i, name in enumerate(sizes)}
+                scope = {TARGET: target, **_fakes(arguments, values, sizes)}
+                returned = compiled(*scope.values())
     except (
         internals.Unsupported,
         internals.UserError,
@@ -168,7 +177,12 @@ def trace(
         raise _trace_error(error, recorded, owner, arguments) from error
     if recorded.graph is None or recorded.fake_mode is None:
         raise CompileError(f"{owner} runs no op of torch on its arguments, so there is nothing to compile")
-    return _finish(recorded, frame, scope, returned, arguments, owner, start)
+    return _finish(recorded, frame, scope, returned, sizes, arguments, owner, start)
+
+
+def _fakes(arguments: Arguments, values: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    with internals.new_fake_mode(), torch.inference_mode(False):
+        return {name: fake_value(spec, values[name], sizes) for name, spec in arguments.specs.items()}
 
 
 def _frame(arguments: Arguments) -> Callable[..., Any]:
@@ -205,10 +219,8 @@ def _recorder(recorded: _Recorded, backend: Callable[..., Any] | None) -> Callab
         recorded.sources = [internals.input_source(node)[0] for node in placeholders]
         recorded.fake_mode = internals.current_fake_mode()
         recorded.graph = graph
-        recorded.tokens = tuple(
-            node.meta["example_value"] if isinstance(node, torch.fx.Node) else node
-            for node in graph.graph.output_node().args[0]  # pyright: ignore[reportGeneralTypeIssues]
-        )
+        outputs: Any = graph.graph.output_node().args[0]
+        recorded.tokens = tuple(o.meta["example_value"] if isinstance(o, torch.fx.Node) else o for o in outputs)
         if backend is not None:
             recorded.backend_result = backend(graph, example_inputs)
         return lambda *_: recorded.tokens
@@ -221,6 +233,7 @@ def _finish(
     frame: Callable[..., Any],
     scope: dict[str, Any],
     returned: Any,
+    sizes: Mapping[str, int],
     arguments: Arguments,
     owner: str,
     start: float,
@@ -240,7 +253,8 @@ def _finish(
         for graph_input in inputs
         if graph_input.source and (value := eval_source(graph_input.source, scope, frame_globals)) is not None
     }
-    outputs = describe_outputs(returned, recorded.tokens, tensor_index, bound, arguments, scope[TARGET], owner)
+    outputs = describe_outputs(returned, recorded.tokens, tensor_index, bound, arguments, sizes, scope[TARGET], owner)
+    at_one = _relations_at_one(graph, shape_env, meaning_of_symbol)
     # The scope outlives the trace, for checks of the model's state: it must hold no fake tensors.
     state = {name: (value if name == TARGET else None) for name, value in scope.items()}
     return Trace(
@@ -248,7 +262,8 @@ def _finish(
         inputs=tuple(inputs),
         arguments=arguments,
         outputs=outputs,
-        relations=_relations(shape_env, meaning_of_symbol),
+        relations=_relations(shape_env, meaning_of_symbol, of_ops=False) + at_one,
+        op_relations=_relations(shape_env, meaning_of_symbol, of_ops=True),
         meaning_of_symbol=meaning_of_symbol,
         fake_mode=fake_mode,
         assumptions=Assumptions(internals.guards_of(frame.__code__), state),
@@ -325,14 +340,35 @@ def dim_symbol(name: str) -> sympy.Symbol:
 
 
 def _relations(
-    shape_env: internals.ShapeEnv, meaning_of_symbol: Mapping[sympy.Symbol, str | int]
+    shape_env: internals.ShapeEnv, meaning_of_symbol: Mapping[sympy.Symbol, str | int], *, of_ops: bool
 ) -> tuple[Relation, ...]:
     relations: dict[sympy.Basic, Relation] = {}
     for guard in internals.shape_guards(shape_env):
+        # An op that asks for equal sizes fails with others, whatever their layout.
+        if of_ops is not (guard.is_of_an_op and not isinstance(guard.relation, sympy.Eq)):
+            continue
+        if not guard.relation.free_symbols <= meaning_of_symbol.keys():
+            continue  # of a size that follows from no input: the graph holds its own assertion
         expression = named_expression(guard.relation, meaning_of_symbol)
         if expression not in (sympy.true, True):
             relations.setdefault(expression, Relation(expression, guard.user_line))
     return tuple(relations.values())
+
+
+def _relations_at_one(
+    graph: torch.fx.GraphModule, shape_env: internals.ShapeEnv, meaning_of_symbol: Mapping[sympy.Symbol, str | int]
+) -> tuple[Relation, ...]:
+    """Return the named dims that may not be 1, one by one and all at once, with the op that sees it."""
+    dims = sorted({meaning for meaning in meaning_of_symbol.values() if isinstance(meaning, str)})
+    sizes = internals.traced_values(shape_env)
+    relations: list[Relation] = []
+    for chosen in [*([dim] for dim in dims), dims][: None if len(dims) > 1 else 1]:
+        symbols = [symbol for symbol, meaning in meaning_of_symbol.items() if meaning in chosen]
+        problem = departs_at_one(graph, symbols, sizes, shape_env)
+        if problem is not None:
+            none_is_one: list[Any] = [sympy.Ne(dim_symbol(dim), 1) for dim in chosen]
+            relations.append(Relation(sympy.Or(*none_is_one), problem))
+    return tuple(relations)
 
 
 # --- what went wrong ----------------------------------------------------------------------------
@@ -369,7 +405,7 @@ def _specialised(error: BaseException, recorded: _Recorded, arguments: Arguments
         relation = guard.relation
         if isinstance(relation, sympy.Eq) and len(relation.free_symbols) == 1:
             (symbol,) = relation.free_symbols
-            source = sources.get(symbol)
+            source = sources.get(symbol)  # pyright: ignore[reportArgumentType] - sympy calls it Basic
             path = re.sub(r"L\['(\w+)'\]", r"\1", source.tensor) if source else ""
             spec = next((spec for spec in arguments.tensors if spec.path == path), None)
             if spec is None or source is None:
@@ -379,9 +415,17 @@ def _specialised(error: BaseException, recorded: _Recorded, arguments: Arguments
             line = f", by this line: {guard.user_line}" if guard.user_line else ""
             return (
                 f"dim {dim} ({name!r}) of argument {path} is meant to vary, but the model fixes it to {value}{line}; "
-                "mend that line, or leave the dim out of dynamic_arg_dims"
+                f"mend that line, or leave the dim out of dynamic_arg_dims{_unnamed_alike(arguments, value)}"
             )
     return None
+
+
+def _unnamed_alike(arguments: Arguments, value: sympy.Basic) -> str:
+    """Return a hint at static dims of the same size: most often one of them was meant to vary too."""
+    alike = [
+        f"dim {dim} of {spec.path}" for spec in arguments.tensors for dim, size in enumerate(spec.dims) if size == value
+    ]
+    return f"; if they vary with it, name these too: {', '.join(alike)}" if alike else ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -50,7 +50,8 @@ class Watch:
                     for name, counted in dicts.items():
                         plain = module.__dict__.get(name)
                         if type(plain) is dict:
-                            if plain != counted:  # another thread wrote to it meanwhile
+                            # Another thread may have written to it meanwhile. By identity: == asks tensors.
+                            if [*map(id, plain.values())] != [*map(id, counted.values())] or [*plain] != [*counted]:
                                 counted.clear()
                                 counted.update(plain)
                             module.__dict__[name] = counted

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from piecework.plugins import PluginManager, selection_from_environment, use_plugin_manager
+from piecework.plugins import PluginManager, use_plugin_manager
+from piecework.settings import plugin_selection
 
 __all__ = ["plugins"]
 
@@ -30,7 +31,7 @@ def plugins(*registered: object, load_installed: bool = False) -> Iterator[Plugi
     """
     manager = PluginManager()
     if load_installed:
-        manager.load(selection=selection_from_environment())
+        manager.load(selection=plugin_selection())
     for item in registered:
         if isinstance(item, tuple):
             name, plugin = item

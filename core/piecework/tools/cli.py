@@ -10,10 +10,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
 from piecework.errors import PieceworkError
 from piecework.implementations import hook_arguments
-from piecework.plugins import PluginInfo, PluginManager, selection_from_environment
+from piecework.plugins import PluginInfo, PluginManager
+from piecework.settings import plugin_selection
+from piecework.tools.env import env_command
 
 app = typer.Typer(
     name="piecework",
@@ -38,7 +41,8 @@ def _commands() -> None:
     """Keep the commands named, however many there are."""
 
 
-# Commands that live in modules of their own are registered here: app.command("name")(function).
+# Commands that live in modules of their own are registered here.
+app.command("env")(env_command)
 
 
 @app.command("plugins")
@@ -47,7 +51,7 @@ def plugins_command(
 ) -> None:
     """List the plugins: who is asked in which order, who is blocked, who failed and why."""
     manager = PluginManager()
-    manager.load(selection=selection_from_environment(), report=False)
+    manager.load(selection=plugin_selection(), report=False)
     infos = manager.infos()
     order = {hook: manager.order(hook) for hook in hook_arguments()}
     if as_json:
@@ -60,16 +64,15 @@ def plugins_command(
 
 
 def _table(infos: tuple[PluginInfo, ...]) -> Table:
-    whole = [Column(title, overflow="fold") for title in ("distribution", "version", "hooks", "state")]
-    table = Table("order", Column("name", no_wrap=True), *whole, "load time")
+    fold = [Column(title, overflow="fold") for title in ("distribution", "hooks", "state")]
+    table = Table("order", Column("name", no_wrap=True), *fold, Column("load time", no_wrap=True))
     for info in infos:
         table.add_row(
             "" if info.position is None else str(info.position),
             info.name,
-            info.distribution or "",
-            info.version or "",
-            "\n".join(info.hooks),
-            info.state if info.cause is None else f"{info.state}: {info.cause}",
+            f"{info.distribution} {info.version}",
+            "\n".join(hook.removeprefix("piecework_") for hook in info.hooks),
+            Text(info.state if info.cause is None else f"{info.state}: {info.cause}"),  # Brackets are no markup.
             f"{info.load_s * 1e3:.1f} ms" if info.state != "blocked" else "",
         )
     return table
