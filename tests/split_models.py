@@ -205,11 +205,9 @@ def check_pieces(split: SplitGraph) -> None:
         for node in piece.outputs:
             assert isinstance(split.effects.values[node], torch.Tensor), node
             keys += split.effects.storages[node]
-        given = [node for node in piece.inputs if isinstance(node, torch.fx.Node)]
         written = {key for keys in split.effects.written.values() for key in keys}
-        taken = [
-            key for node in piece.inputs if isinstance(node, torch.fx.Node) for key in split.effects.storages[node]
-        ]
+        given = [node for node in piece.inputs if isinstance(node, torch.fx.Node)]
+        taken = [key for node in given for key in split.effects.storages[node]]
         assert len(set(keys)) == len(keys), f"results of {piece.name} share memory"
         assert not set(keys) & (set(taken) - written), f"{piece.name} returns a view of an input"
     crossing = [key for piece in split.pieces for node in piece.outputs for key in split.effects.storages[node]]
