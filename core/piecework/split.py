@@ -361,13 +361,14 @@ class _Splitter:
 
     def warn_of_undeclared(self, node: Node) -> None:
         """Say that a compiler may drop an op that, by its declaration, does nothing."""
-        if not isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        if not isinstance(node.target, (internals.OpOverload, internals.OpOverloadPacket)):
             return
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda arg: self.effects.values[arg])
+        args, kwargs = map_arg((node.args, node.kwargs), lambda arg: self.effects.values[arg])
         overload = overload_of(node, args, kwargs)
-        if overload is None or overload.namespace in _OPS_OF_TORCH or overload._schema.returns:
+        if overload is None or overload.namespace in _OPS_OF_TORCH:
             return
-        if not any(argument.alias_info is not None for argument in overload._schema.arguments):
+        schema = internals.op_schema(overload)
+        if not schema.returns and not any(argument.alias_info is not None for argument in schema.arguments):
             text = (
                 f"op {overload.name()}{line_of(node)} returns nothing and declares that it writes to nothing, so a "
                 "compiler may leave it out: name what it writes to in mutates_args, or make it a splitting op"
