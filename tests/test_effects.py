@@ -224,3 +224,14 @@ def test_packet_picks_its_overload_by_the_arguments() -> None:
     assert overload_of(call(ops.scale3), (x,), {}) is ops.scale3.default
     assert overload_of(call(torch.softmax), (x,), {}) is None
     assert split_models.library is not None
+
+
+def test_declared_writes_of_an_op_of_a_library() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        torch.ops.cutlib.fill(x, out)
+        return out
+
+    nodes, effects = effects_of(model, rows(4))
+    (fill,), (out,) = nodes_with(nodes, "fill"), nodes_with(nodes, "empty_like")
+    assert effects.written[fill] == set(effects.storages[out])

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import piecework
 import split_models as models
-from piecework import ConfigError, SplitError, SplittingOp, counters
+from piecework import ConfigError, PieceworkWarning, SplitError, SplittingOp, counters
 from piecework.compilers import eager_piece
 from piecework.split import normalized_name
 from piecework.testing import plugins
@@ -736,13 +736,20 @@ def test_optional_list_scalar_and_keyword_arguments() -> None:
     check_like_eager(model, lambda n: (rows(n), torch.zeros(n, 6)))
 
 
-def test_op_that_writes_without_saying_so_is_kept() -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros_like(x)
-        ops.bad(x, out)
-        return out + 1
+def writes_without_saying_so(x: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    ops.bad(x, out)
+    return out + 1
 
-    check_like_eager(model, cuts=("cut::bad",))
+
+def test_op_that_writes_without_saying_so_is_kept_where_it_splits() -> None:
+    check_like_eager(writes_without_saying_so, cuts=("cut::bad",))
+
+
+def test_op_that_writes_without_saying_so_is_suspect_inside_a_piece() -> None:
+    with pytest.warns(PieceworkWarning, match=r"op cut::bad .*ops\.bad\(x, out\).*returns nothing") as warned:
+        compiled_by(writes_without_saying_so, cuts=())(rows(4))
+    assert len(warned) == 1
 
 
 def test_error_of_an_op_comes_through_and_the_next_call_works() -> None:

@@ -10,6 +10,7 @@ import difflib
 import functools
 import logging
 import operator
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecework import torch_internals as internals
 from piecework.effects import Effects, find_effects, fresh_fake, line_of, op_name, overload_of, tensors_in
-from piecework.errors import ConfigError, SplitError
+from piecework.errors import ConfigError, PieceworkWarning, SplitError
 from piecework.pieces import SplittingOp
 
 logger = logging.getLogger(__name__)
@@ -248,6 +249,9 @@ _OPENS = ("_enter_autocast", "_enter_inference_mode", "_vmap_increment_nesting",
 _CLOSES = ("_exit_autocast", "_exit_inference_mode", "_vmap_decrement_nesting", "_jvp_decrement_nesting")
 
 
+_OPS_OF_TORCH = ("aten", "prims", "prim", "profiler", "c10d", "_c10d_functional", "higher_order")
+
+
 class _Splitter:
     def __init__(
         self,
@@ -308,6 +312,7 @@ class _Splitter:
                 parts[-2].nodes.append(node)
                 home[node] = parts[-2]
                 continue
+            self.warn_of_undeclared(node)
             _track_contexts(node, depth)
             home[node] = parts[-1]
             parts[-1].nodes.append(node)
@@ -351,6 +356,22 @@ class _Splitter:
                         f"splitting op {name} stands inside the body of {node.target}{line_of(inside)}, where the "
                         "graph can't be cut; call the layer directly, without checkpointing or control-flow operators"
                     )
+
+    def warn_of_undeclared(self, node: Node) -> None:
+        """Say that a compiler may drop an op that, by its declaration, does nothing."""
+        if not isinstance(node.target, (internals.OpOverload, internals.OpOverloadPacket)):
+            return
+        args, kwargs = map_arg((node.args, node.kwargs), lambda arg: self.effects.values[arg])
+        overload = overload_of(node, args, kwargs)
+        if overload is None or overload.namespace in _OPS_OF_TORCH:
+            return
+        schema = internals.op_schema(overload)
+        if not schema.returns and not any(argument.alias_info is not None for argument in schema.arguments):
+            text = (
+                f"op {overload.name()}{line_of(node)} returns nothing and declares that it writes to nothing, so a "
+                "compiler may leave it out: name what it writes to in mutates_args, or make it a splitting op"
+            )
+            warnings.warn(PieceworkWarning(text), stacklevel=2)
 
     def refuse_cut_context(self, node: Node, opened: Node) -> None:
         raise SplitError(

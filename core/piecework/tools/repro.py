@@ -123,7 +123,7 @@ def _notes_on_ops(graph: torch.fx.GraphModule) -> list[str]:
 
 
 def _is_op(target: Any) -> bool:
-    return isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    return isinstance(target, (internals.OpOverload, internals.OpOverloadPacket))
 
 
 class _GraphCode:
