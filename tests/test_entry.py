@@ -245,23 +245,13 @@ def test_results_feed_back_as_inputs(level: int) -> None:
 
 
 @both_levels
-def test_model_that_reads_the_grad_mode_is_traced_without_gradients(level: int) -> None:
-    call = compiled(reads_grad_mode, level)
-    with torch.enable_grad():
-        call(rows(3))
-    assert_same(call, reads_grad_mode, rows(4))
-
-
-@pytest.mark.xfail(strict=True, reason="a model that reads the grad mode is not noticed when the mode changes")
-@both_levels
 def test_model_that_reads_the_grad_mode_is_noticed_when_it_changes(level: int) -> None:
     call, x = compiled(reads_grad_mode, level), rows(4)
     with torch.no_grad():
-        call(x)
-    try:
-        torch.testing.assert_close(call(x), reads_grad_mode(x))
-    except piecework.TraceDepartureError as error:
-        assert "grad" in str(error)  # noqa: PT017 - either is right
+        assert_same(call, reads_grad_mode, x)
+    refuses(call, x, match=r"asks torch.is_grad_enabled\(\), which was False when traced, now it is True")
+    with torch.no_grad():
+        assert_same(call, reads_grad_mode, x)
 
 
 def reads_grad_mode(x: torch.Tensor) -> torch.Tensor:

@@ -541,7 +541,6 @@ def test_items_of_plain_containers_are_found_by_verify_assumptions(level: int) -
     refuses(call, rows(4), match="numbers")
 
 
-@pytest.mark.xfail(strict=True, reason="a tensor replaced in a plain list of a module is not noticed by the sample")
 @both_levels
 def test_tensor_replaced_in_a_plain_list_is_noticed_within_the_stated_calls(level: int) -> None:
     model = Held()

@@ -101,27 +101,32 @@ def _compile(
     try:
         with torch.inference_mode(False), internals.one_trace_for_all_sizes():
             answer = manager.compile_piece(piece, config)
-        if answer is None and config.piece_compiler not in (None, "eager"):
-            raise CompileError(f"piece compiler {config.piece_compiler!r} declined {piece.name} of {owner}")
     except ConfigError:
         raise  # a setting, not the piece: nothing that on_failure is about
-    except Exception as error:
-        failure = error if isinstance(error, PieceworkError) else CompileError(str(error))
+    except PieceworkError as failure:  # whatever a plugin raised arrives as one of ours
         hint = _repro_hint(piece, failure, config)
-        if config.on_failure == "error":
-            if failure is error:
-                failure.args = (f"{failure}{hint}", *failure.args[1:])
-                raise
-            raise CompileError(f"{piece.name} of {owner} can't be compiled: {failure}{hint}") from error
-        text = f"{piece.name} of {owner} runs eagerly, since compiling it failed: {failure}{hint}"
-        warnings.warn(PieceworkWarning(text), stacklevel=2)
-        return eager_piece(piece).run, "eager"
+        return _failed(piece, f"{failure}{hint}", failure, config, owner)
+    if answer is None and config.piece_compiler not in (None, "eager"):
+        error = CompileError(f"piece compiler {config.piece_compiler!r} declined {piece.name} of {owner}")
+        return _failed(piece, str(error), error, config, owner)
     if answer is None:
         _say_that_nobody_compiles(config, manager, owner)
         return eager_piece(piece).run, "eager"
     counters.num_piece_compilations += 1
     compiled, plugin = answer
     return compiled.run, plugin
+
+
+def _failed(
+    piece: Piece, text: str, failure: PieceworkError, config: CompilationConfig, owner: str
+) -> tuple[Callable[..., Any], str]:
+    """Raise the failure with its full text, or run the piece eagerly and say so."""
+    if config.on_failure == "error":
+        failure.args = (text, *failure.args[1:])
+        raise failure
+    message = f"{piece.name} of {owner} runs eagerly, since compiling it failed: {text}"
+    warnings.warn(PieceworkWarning(message), stacklevel=3)
+    return eager_piece(piece).run, "eager"
 
 
 def _repro_hint(piece: Piece, failure: PieceworkError, config: CompilationConfig) -> str:

@@ -118,6 +118,7 @@ class _Generator:
         self.read_sizes()
         self.check_relations()
         self.check_overlap()
+        self.check_modes()
         self.check_state()
         self.run()
         parameters = "_pw_self, " * self.takes_self + _parameters_text(arguments.signature, self.namespace)
@@ -255,8 +256,18 @@ class _Generator:
                         f"    return _pw_depart({text!r}, {self.leave})",
                     ]
 
+    def check_modes(self) -> None:
+        for mode in self.trace.asked_modes:
+            text = (
+                f"the model asks torch.{mode.__name__}(), which was False when traced, now it is True; "
+                "call it under torch.no_grad()"
+            )
+            self.lines += [f"if {self.constant(mode)}():", f"    return _pw_depart({text!r}, {self.leave})"]
+
     def check_state(self) -> None:
         changed = "_pw_watch.changed"
+        if self.state.unwatched:
+            changed += " or _pw_state.unwatched_moved()"
         if self.state.bindings:
             self.lines.append("_pw_tensors, _pw_addresses = _pw_next(_pw_windows)")
             changed += " or [*map(_pw_pointer, _pw_tensors)] != _pw_addresses"

@@ -14,6 +14,8 @@ import torch
 from piecework.trace import TARGET, Assumptions, eval_source
 from piecework.watch import Watch
 
+_WATCHED = re.compile(r"(\._(parameters|buffers)\['[^']*'\]|\.\w+)$|\.get_(parameter|buffer)\(")
+"""Sources whose last step is an attribute of a module, which events tell of."""
 SAMPLE_SIZE = 8
 """Addresses compared at every call with ``check_parameters="sample"``; N tensors take N / 8 calls."""
 
@@ -71,6 +73,9 @@ class BoundState:
             tensor = self.current(source)
             assert isinstance(tensor, torch.Tensor)
             self.bindings.append(_Binding(name, source, tensor, _facts(tensor)))
+        # A tensor in a plain list or dict of a module: no event tells when another one takes its place.
+        self.unwatched = [b for b in self.bindings if b.source.startswith("L[") and not _WATCHED.search(b.source)]
+        self.next_unwatched = itertools.cycle(self.unwatched)
         self.windows: Iterator[tuple[tuple[torch.Tensor, ...], list[int]]]
         self.note_addresses()
 
@@ -86,7 +91,12 @@ class BoundState:
     @property
     def num_calls_for_all_addresses(self) -> int:
         """Return within how many calls a raw change of a parameter's storage is noticed."""
-        return 1 if self.check_all else -(-len(self.bindings) // SAMPLE_SIZE)
+        return 1 if self.check_all else max(-(-len(self.bindings) // SAMPLE_SIZE), len(self.unwatched))
+
+    def unwatched_moved(self) -> bool:
+        """Whether the next tensor that no event tells of, or any with ``check_parameters="always"``, is another one."""
+        chosen = self.unwatched if self.check_all else [next(self.next_unwatched)]
+        return any(self.current(binding.source) is not binding.tensor for binding in chosen)
 
     def note_addresses(self) -> None:
         """Assign the tensors in the generated code and remember where their memory is."""

@@ -106,6 +106,8 @@ class Trace:
     assumptions: Assumptions
     frame_globals: dict[str, Any]
     """Of the traced frame; what ``G`` stands for in sources."""
+    asked_modes: tuple[Callable[[], bool], ...]
+    """The modes of the caller's that the model asks for, such as ``torch.is_grad_enabled``."""
     seconds: float
     backend_result: Callable[..., Any] | None = None
     """What the backend of level 2 made of the graph."""
@@ -126,6 +128,7 @@ class _Recorded:
     fake_mode: internals.FakeTensorMode | None = None
     sources: list[str] = field(default_factory=list)
     tokens: tuple[Any, ...] = ()
+    asked_modes: tuple[Callable[[], bool], ...] = ()
     backend_result: Callable[..., Any] | None = None
 
 
@@ -155,7 +158,10 @@ def trace(
     scope = {TARGET: target, **_fakes(arguments, values, sizes)}
     recorded = _Recorded()
     compiled = torch.compile(
-        frame, fullgraph=True, backend=_recorder(recorded, backend), options={"guard_filter_fn": _kept_guards}
+        frame,
+        fullgraph=True,
+        backend=_recorder(recorded, backend),
+        options={"guard_filter_fn": _guard_filter(recorded)},
     )
     try:
         # This order: leaving inference mode turns gradients on.
@@ -201,9 +207,18 @@ def _frame(arguments: Arguments) -> Callable[..., Any]:
     return namespace["forward"]
 
 
-def _kept_guards(entries: Sequence[Any]) -> list[bool]:
-    """Keep what the checks of each call do not cover: state of modules, globals and code."""
-    return [_is_kept(entry) for entry in entries]
+AMBIENT_MODES = (torch.is_grad_enabled, torch.is_inference_mode_enabled)
+"""Modes of the caller's that are off in every trace; a model that asks for one holds for it being off."""
+
+
+def _guard_filter(recorded: _Recorded) -> Callable[[Sequence[Any]], list[bool]]:
+    """Keep the guards that the checks of each call do not cover: state of modules, globals and code."""
+
+    def keep(entries: Sequence[Any]) -> list[bool]:
+        recorded.asked_modes = tuple(mode for mode in AMBIENT_MODES if any(e.value is mode for e in entries))
+        return [_is_kept(entry) for entry in entries]
+
+    return keep
 
 
 def _is_kept(entry: Any) -> bool:
@@ -269,6 +284,7 @@ def _finish(
         fake_mode=fake_mode,
         assumptions=Assumptions(internals.guards_of(frame.__code__), state),
         frame_globals=frame_globals,
+        asked_modes=recorded.asked_modes,
         seconds=time.perf_counter() - start,
         backend_result=recorded.backend_result,
     )
