@@ -68,6 +68,28 @@ def prints(x: torch.Tensor) -> torch.Tensor:
     return triple(x)
 
 
+class Switching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mode = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mode = "busy"
+        y = triple(x) if self.mode == "busy" else x
+        self.mode = None
+        return y
+
+
+@both_levels
+def test_state_that_ends_as_it_began_is_no_side_effect(level: int) -> None:
+    """Models of transformers switch a global on and off in each forward."""
+    model = Switching()
+    call = compiled(model, level)
+    assert_same(call, model, rows(4))
+    assert model.mode is None
+    assert_same(call, model, rows(2))
+
+
 @both_levels
 @pytest.mark.parametrize(
     ("make", "args", "message"),

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import re
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from traceback import FrameSummary
@@ -22,7 +24,9 @@ from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._C._dynamo.guards import TensorGuards
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError, Unsupported, UserError
+from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import TensorProperty, TensorPropertySource
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import _config as symbolic_shapes_config
@@ -74,18 +78,75 @@ def one_trace_for_all_sizes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def strict_dynamo() -> Iterator[None]:
-    """Trace without the memory of earlier traces, refuse side effects, and record inner hooks."""
+    """Trace without the memory of earlier traces, refuse side effects, and record inner hooks.
+
+    Raises:
+        InternalTorchDynamoError: what is traced leaves Python state changed.
+    """
     torch_guards = logging.getLogger("torch._guards")
     torch_guards.addFilter(_is_no_error)
     try:
-        with torch._dynamo.config.patch(
-            automatic_dynamic_shapes=False,
-            side_effect_replay_policy="error",
-            skip_nnmodule_hook_guards=False,
+        with (
+            torch._dynamo.config.patch(
+                automatic_dynamic_shapes=False,
+                side_effect_replay_policy="warn",
+                skip_nnmodule_hook_guards=False,
+            ),
+            warnings.catch_warnings(),
         ):
+            # Dynamo warns before anything has been run. An error by policy would refuse what ends as it began, too.
+            warnings.filterwarnings("always", message=_SIDE_EFFECTS)
+            warnings.showwarning = _refusing_side_effects(warnings.showwarning)
             yield
     finally:
         torch_guards.removeFilter(_is_no_error)
+
+
+_SIDE_EFFECTS = "While compiling, we found certain side effects"
+
+
+def _refusing_side_effects(show: Callable[..., Any]) -> Callable[..., None]:
+    def refuse(message: Warning | str, *details: Any, **more: Any) -> None:
+        if _SIDE_EFFECTS not in str(message):
+            show(message, *details, **more)
+            return
+        graphs = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None))
+        changed = [source for graph in graphs if isinstance(graph, OutputGraph) for source in _changes(graph)]
+        if changed:
+            raise RuntimeError(f"{_SIDE_EFFECTS}: {', '.join(dict.fromkeys(changed))}")
+
+    return refuse
+
+
+def changed_state(error: BaseException) -> str | None:
+    """Return what a traced forward leaves changed, as sources, from the error that refused it."""
+    found = re.search(f"{_SIDE_EFFECTS}: (.*)", str(error))
+    return found.group(1) if found else None
+
+
+def _changes(graph: Any) -> list[str]:
+    """Return the sources of what a traced forward leaves changed: attributes with another value, containers."""
+    found: list[str] = []
+    for variable in graph.side_effects._get_modified_vars():
+        if not isinstance(variable.mutation_type, (AttributeMutationExisting, ValueMutationExisting)):
+            continue
+        attributes = graph.side_effects.store_attr_mutations.get(variable)
+        source = _source_name(variable.source)
+        if attributes is None or not hasattr(variable, "value"):
+            found.append(source)
+            continue
+        for name, value in attributes.items():
+            before = getattr(variable.value, name, value)
+            if not value.is_python_constant() or value.as_python_constant() is not before:
+                found.append(f"{source}.{name}")
+    return found
+
+
+def _source_name(source: Any) -> str:
+    try:
+        return source.name if isinstance(source.name, str) else source.name()
+    except NotImplementedError:  # a temporary of Dynamo's own
+        return "a temporary"
 
 
 def _is_no_error(record: logging.LogRecord) -> bool:
@@ -152,24 +213,6 @@ def tensor_check(
     """Return torch's compiled check that tensors are like these; None leaves a size or stride open."""
     guards: Any = TensorGuards
     return guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-
-
-def changed_attributes(error: BaseException | None) -> list[str]:
-    """Return the attributes that a traced forward sets, as sources, from the error that refused them.
-
-    The message names the objects only; the trace that it comes from is found in the frames of the error.
-    """
-    found: list[str] = []
-    while error is not None:
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            effects = getattr(frame.f_locals.get("self"), "side_effects", None)
-            for variable, attributes in dict(getattr(effects, "store_attr_mutations", None) or {}).items():
-                source = getattr(variable, "source", None)
-                if source is not None:
-                    name = source.name if isinstance(source.name, str) else source.name()
-                    found += (f"{name}.{attribute}" for attribute in attributes)
-        error = error.__cause__ or error.__context__
-    return list(dict.fromkeys(found))
 
 
 # --- sizes ----------------------------------------------------------------------------------

@@ -392,9 +392,10 @@ def _relations_at_one(
 
 
 def _trace_error(error: BaseException, recorded: _Recorded, owner: str, arguments: Arguments) -> CompileError:
-    if isinstance(error, internals.InternalTorchDynamoError) and "side effect" in str(error).lower():
+    changed = internals.changed_state(error)
+    if changed is not None:
         return CompileError(
-            f"{owner} changes Python state in its forward: {_changed_state(error)}{_user_line(error)}; one trace can't "
+            f"{owner} changes Python state in its forward: {_readable_state(changed)}{_user_line(error)}; one trace can't "
             "repeat that at every call. Keep such state in a buffer and change it in place, or use level 1"
         )
     specialised = _specialised(error, recorded, arguments)
@@ -406,13 +407,8 @@ def _trace_error(error: BaseException, recorded: _Recorded, owner: str, argument
     )
 
 
-def _changed_state(error: BaseException) -> str:
-    found = re.search(r"double check: \[(.*?)\]\n", f"{error}\n", re.DOTALL)
-    sources = re.findall(r'"([^"]+)"', found.group(1)) if found else [_first_line(error)]
-    attributes = internals.changed_attributes(error)
-    whole = [source for source in sources if not any(name.startswith(f"{source}.") for name in attributes)]
-    text = ", ".join([*attributes, *whole]).replace(f"L['{TARGET}']", "self")
-    text = re.sub(r"\._modules\['(\w+)'\]", r".\1", text)
+def _readable_state(sources: str) -> str:
+    text = re.sub(r"\._modules\['(\w+)'\]", r".\1", sources.replace(f"L['{TARGET}']", "self"))
     text = re.sub(r"G\['__import_(\w+)'\]", lambda match: match.group(1).replace("_dot_", "."), text)
     return re.sub(r"[GL]\['(\w+)'\]", r"\1", text)
 
