@@ -395,8 +395,8 @@ def _trace_error(error: BaseException, recorded: _Recorded, owner: str, argument
     changed = internals.changed_state(error)
     if changed is not None:
         return CompileError(
-            f"{owner} changes Python state in its forward: {_readable_state(changed)}{_user_line(error)}; one trace can't "
-            "repeat that at every call. Keep such state in a buffer and change it in place, or use level 1"
+            f"{owner} changes Python state in its forward: {_readable_state(changed)}{_user_line(error)}; one trace "
+            "can't repeat that at every call. Keep such state in a buffer and change it in place, or use level 1"
         )
     specialised = _specialised(error, recorded, arguments)
     if specialised:
