@@ -33,7 +33,17 @@ from piecework.run import StraightLine, straight_line, whole_graph
 from piecework.settings import Settings, resolve_settings
 from piecework.split import PieceStep, SplitGraph, split_graph
 from piecework.state import BoundState
-from piecework.trace import TARGET, GraphInput, Relation, Trace, eval_source, named_expression, signature_of, trace
+from piecework.trace import (
+    TARGET,
+    GraphInput,
+    Relation,
+    Trace,
+    eval_source,
+    named_expression,
+    signature_of,
+    trace,
+    with_own_code,
+)
 from piecework.watch import Watch, use_plain_dicts
 
 logger = logging.getLogger(__name__)
@@ -446,7 +456,7 @@ def _dynamo_as_is(target: Callable[..., Any]) -> Callable[..., Any]:
     namespace: dict[str, Any] = {"__builtins__": builtins, TARGET: target}
     source = f"def forward(*args, **kwargs):\n    return {TARGET}(*args, **kwargs)\n"
     exec(compile(source, "<piecework level 1>", "exec"), namespace)
-    return torch.compile(namespace["forward"], backend=torch_compile_backend())
+    return torch.compile(with_own_code(namespace["forward"]), backend=torch_compile_backend())
 
 
 def all_forwards() -> list[Forward]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import inspect
+import itertools
 import linecache
 import re
 import time
@@ -204,9 +205,16 @@ def _frame(arguments: Arguments) -> Callable[..., Any]:
     namespace: dict[str, Any] = {"__builtins__": builtins}
     exec(compile(source, filename, "exec"), namespace)
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-    return namespace["forward"]
+    return with_own_code(namespace["forward"])
 
 
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a function code that no other equals: torch 2.11 counts recompiles of equal code together."""
+    function.__code__ = function.__code__.replace(co_name=f"{function.__name__}_{next(_code_numbers)}")  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
+_code_numbers = itertools.count()
 AMBIENT_MODES = (torch.is_grad_enabled, torch.is_inference_mode_enabled)
 """Modes of the caller's that are off in every trace; a model that asks for one holds for it being off."""
 
