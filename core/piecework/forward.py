@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import linecache
 import logging
 import threading
 import time
@@ -455,7 +456,10 @@ def _dynamo_as_is(target: Callable[..., Any]) -> Callable[..., Any]:
     """
     namespace: dict[str, Any] = {"__builtins__": builtins, TARGET: target}
     source = f"def forward(*args, **kwargs):\n    return {TARGET}(*args, **kwargs)\n"
-    exec(compile(source, "<piecework level 1>", "exec"), namespace)
+    filename = "<piecework level 1>"
+    exec(compile(source, filename, "exec"), namespace)
+    # torch 2.11 puts a function of its own, whose code all would share, around one without a source.
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     return torch.compile(with_own_code(namespace["forward"]), backend=torch_compile_backend())
 
 
