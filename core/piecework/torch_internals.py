@@ -115,14 +115,12 @@ def current_fake_mode() -> FakeTensorMode:
     return mode
 
 
-def input_source(node: torch.fx.Node) -> tuple[str, Any]:
+def input_source(node: torch.fx.Node) -> str:
     """Return where a placeholder of a Dynamo graph comes from, as an expression over ``L`` and ``G``.
 
     It must be read inside the backend: Dynamo erases it when compilation ends.
     """
-    graph_arg = node.meta["grapharg"]
-    name = graph_arg.source.name
-    return (name if isinstance(name, str) else name()), graph_arg.example
+    return node.meta["grapharg"].source.name
 
 
 def guards_of(code: CodeType) -> Any:
@@ -166,8 +164,7 @@ def changed_attributes(error: BaseException | None) -> list[str]:
             for variable, attributes in dict(getattr(effects, "store_attr_mutations", None) or {}).items():
                 source = getattr(variable, "source", None)
                 if source is not None:
-                    name = source.name if isinstance(source.name, str) else source.name()
-                    found += (f"{name}.{attribute}" for attribute in attributes)
+                    found += (f"{source.name}.{attribute}" for attribute in attributes)
         error = error.__cause__ or error.__context__
     return list(dict.fromkeys(found))
 
@@ -238,9 +235,8 @@ def symbol_sources(shape_env: ShapeEnv) -> dict[sympy.Symbol, SymbolSource]:
     for symbol, found in shape_env.var_to_sources.items():
         for source in found:
             if isinstance(source, TensorPropertySource) and source.idx is not None:
-                name = source.base.name if isinstance(source.base.name, str) else source.base.name()
                 is_stride = source.prop is TensorProperty.STRIDE
-                sources.setdefault(symbol, SymbolSource(name, is_stride, source.idx))
+                sources.setdefault(symbol, SymbolSource(source.base.name, is_stride, source.idx))
     return sources
 
 
@@ -342,7 +338,6 @@ def all_op_names() -> list[str]:
 def called_overload(packet: OpOverloadPacket, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     """Return the name of the overload that a packet would pick for these arguments."""
     return torch._C._jit_resolve_packet(packet_name(packet), *args, **kwargs)
-    return torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
 
 
 def graph_source(graph: torch.fx.GraphModule) -> tuple[list[str], str]:

@@ -80,12 +80,13 @@ class Assumptions:
             except (AttributeError, KeyError, IndexError, TypeError):
                 now = ", now it is gone"
         line = f" (read at: {where.strip()})" if where else ""
-        return f"the trace relies on {self._readable(condition)}{now}{line}"
+        return f"the trace relies on {readable(condition)}{now}{line}"
 
-    def _readable(self, text: str) -> str:
-        text = text.replace(f"L['{TARGET}']", "self")
-        text = re.sub(r"\._modules\['(\w+)'\]", r".\1", text)
-        return re.sub(r"\._(?:parameters|buffers)\['(\w+)'\]", r".\1", text)
+
+def readable(source: str) -> str:
+    """Return source expressions of Dynamo's in a text as a user would write them."""
+    text = source.replace(f"L['{TARGET}']", "self")
+    return re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", text)
 
 
 @dataclass
@@ -232,7 +233,7 @@ def _recorder(recorded: _Recorded, backend: Callable[..., Any] | None) -> Callab
         if recorded.graph is not None:
             raise CompileError("Dynamo traced a second graph where one was asked for")
         placeholders = graph.graph.find_nodes(op="placeholder")
-        recorded.sources = [internals.input_source(node)[0] for node in placeholders]
+        recorded.sources = [internals.input_source(node) for node in placeholders]
         recorded.fake_mode = internals.current_fake_mode()
         recorded.graph = graph
         outputs: Any = graph.graph.output_node().args[0]
@@ -411,9 +412,11 @@ def _changed_state(error: BaseException) -> str:
     sources = re.findall(r'"([^"]+)"', found.group(1)) if found else [_first_line(error)]
     attributes = internals.changed_attributes(error)
     whole = [source for source in sources if not any(name.startswith(f"{source}.") for name in attributes)]
-    text = ", ".join([*attributes, *whole]).replace(f"L['{TARGET}']", "self")
-    text = re.sub(r"\._modules\['(\w+)'\]", r".\1", text)
-    text = re.sub(r"G\['__import_(\w+)'\]", lambda match: match.group(1).replace("_dot_", "."), text)
+    text = re.sub(
+        r"G\['__import_(\w+)'\]",
+        lambda match: match.group(1).replace("_dot_", "."),
+        readable(", ".join([*attributes, *whole])),
+    )
     return re.sub(r"[GL]\['(\w+)'\]", r"\1", text)
 
 
