@@ -12,10 +12,8 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Node
-from torch.fx.node import map_arg
 
 from piecework import torch_internals as internals
-from piecework.effects import overload_of
 from piecework.pieces import InputKind, SplittingOp
 from piecework.split import PieceStep, SplitGraph
 from piecework.trace import GraphInput, Trace, dim_symbol, named_expression
@@ -267,9 +265,8 @@ class _Writer:
         target: Any = node.target
         if op is not None and op.implementation is not None:
             target = op.implementation
-        elif isinstance(target, internals.OpOverloadPacket):
-            args, kwargs = map_arg((node.args, node.kwargs), lambda arg: self.effects.values[arg])
-            target = overload_of(node, args, kwargs) or target
+        else:
+            target = self.effects.overload(node) or target
         name = self.functions.get(id(target))
         if name is None:
             own = getattr(target, "__name__", "call").replace(".", "_")

@@ -31,6 +31,7 @@ from torch.fx.graph_module import _format_import_block
 from torch.jit._builtins import _find_builtin
 from torch.package.importer import sys_importer
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -42,6 +43,7 @@ __all__ = [
     "FakeTensorMode",
     "InternalTorchDynamoError",
     "ShapeEnv",
+    "TorchDispatchMode",
     "TorchRuntimeError",
     "Unsupported",
     "UserError",
