@@ -11,7 +11,7 @@ import functools
 import logging
 import operator
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,7 +99,7 @@ def split_graph(
     ops: Sequence[SplittingOp],
     *,
     must_match: Iterable[str] = (),
-    bound: dict[Node, torch.Tensor] | None = None,
+    bound: Mapping[Node, torch.Tensor] | None = None,
 ) -> SplitGraph:
     """Cut a Dynamo graph at the given ops.
 
@@ -251,7 +251,7 @@ class _Splitter:
         effects: Effects,
         matcher: OpMatcher,
         fake_mode: internals.FakeTensorMode,
-        bound: dict[Node, torch.Tensor],
+        bound: Mapping[Node, torch.Tensor],
     ) -> None:
         self.graph = graph
         self.effects = effects

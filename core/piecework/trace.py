@@ -18,24 +18,12 @@ from piecework import torch_internals as internals
 from piecework.arguments import Arguments, fake_value, trace_sizes
 from piecework.errors import CompileError
 from piecework.exact import departs_at_one
+from piecework.inputs import GraphInput, Sizes, dim_symbol
 from piecework.outputs import OutputSpec, describe_outputs, numbers_in_shapes
 from piecework.pieces import InputKind
 
 TARGET = "_pw_target"
 """The name under which the traced frame holds the model or function."""
-
-
-@dataclass(frozen=True)
-class GraphInput:
-    """Where a placeholder of the graph gets its value from."""
-
-    kind: InputKind
-    tensor_index: int | None = None
-    """Of an activation: its position in ``Arguments.tensors``."""
-    source: str | None = None
-    """Of a parameter, buffer or global: an expression over ``L`` and ``G``."""
-    size: str | None = None
-    """Of a size: Python over the names of dims."""
 
 
 @dataclass(frozen=True)
@@ -94,15 +82,15 @@ class Trace:
     """One traced forward."""
 
     graph: torch.fx.GraphModule
-    inputs: tuple[GraphInput, ...]
+    inputs: dict[torch.fx.Node, GraphInput]
+    """Where each placeholder comes from."""
     arguments: Arguments
     outputs: OutputSpec
     relations: tuple[Relation, ...]
     """What must hold for a call to be answered by this trace."""
     op_relations: tuple[Relation, ...]
     """What ops looked at to choose a layout: elsewhere the graph holds op by op, but not compiled."""
-    meaning_of_symbol: dict[sympy.Symbol, str | int]
-    """The named dim that a symbol stands for, or the number where calls are held to one (a stride)."""
+    sizes: Sizes
     fake_mode: internals.FakeTensorMode
     assumptions: Assumptions
     frame_globals: dict[str, Any]
@@ -116,9 +104,7 @@ class Trace:
     @property
     def shape_env(self) -> internals.ShapeEnv:
         """Return what torch knows about the sizes."""
-        shape_env = self.fake_mode.shape_env
-        assert shape_env is not None
-        return shape_env
+        return self.sizes.shape_env
 
 
 @dataclass
@@ -260,28 +246,29 @@ def _finish(
     shape_env = fake_mode.shape_env
     frame_globals = frame.__globals__
     tensor_index = _fake_positions(arguments, scope)
-    meaning_of_symbol = _meanings_of_symbols(shape_env, scope, tensor_index, arguments)
-    inputs = [
-        _graph_input(node, source, scope, frame_globals, tensor_index, meaning_of_symbol, shape_env, owner)
-        for node, source in zip(graph.graph.find_nodes(op="placeholder"), recorded.sources, strict=True)
-    ]
-    bound = {
-        id(value): graph_input.source
-        for graph_input in inputs
-        if graph_input.source and (value := eval_source(graph_input.source, scope, frame_globals)) is not None
-    }
+    named = Sizes(list(arguments.sizes), _meanings_of_symbols(shape_env, scope, tensor_index, arguments), shape_env)
+    inputs: dict[torch.fx.Node, GraphInput] = {}
+    bound: dict[int, str] = {}
+    for node, source in zip(graph.graph.find_nodes(op="placeholder"), recorded.sources, strict=True):
+        if isinstance(node.meta["example_value"], torch.SymInt):
+            inputs[node] = GraphInput(InputKind.SIZE)
+            continue
+        value = eval_source(source, scope, frame_globals)
+        inputs[node] = _tensor_input(source, value, tensor_index, owner)
+        if inputs[node].source is not None:
+            bound[id(value)] = source
     outputs = describe_outputs(returned, recorded.tokens, tensor_index, bound, arguments, sizes, scope[TARGET], owner)
-    at_one = _relations_at_one(graph, shape_env, meaning_of_symbol)
+    at_one = _relations_at_one(graph, named)
     # The scope outlives the trace, for checks of the model's state: it must hold no fake tensors.
     state = {name: (value if name == TARGET else None) for name, value in scope.items()}
     return Trace(
         graph=graph,
-        inputs=tuple(inputs),
+        inputs=inputs,
         arguments=arguments,
         outputs=outputs,
-        relations=_relations(shape_env, meaning_of_symbol, of_ops=False) + at_one,
-        op_relations=_relations(shape_env, meaning_of_symbol, of_ops=True),
-        meaning_of_symbol=meaning_of_symbol,
+        relations=_relations(named, of_ops=False) + at_one,
+        op_relations=_relations(named, of_ops=True),
+        sizes=named,
         fake_mode=fake_mode,
         assumptions=Assumptions(internals.guards_of(frame.__code__), state),
         frame_globals=frame_globals,
@@ -317,21 +304,7 @@ def _meanings_of_symbols(
     return meanings
 
 
-def _graph_input(
-    node: torch.fx.Node,
-    source: str,
-    scope: Mapping[str, Any],
-    frame_globals: Mapping[str, Any],
-    tensor_index: Mapping[int, int],
-    meaning_of_symbol: Mapping[sympy.Symbol, str | int],
-    shape_env: internals.ShapeEnv,
-    owner: str,
-) -> GraphInput:
-    example = node.meta["example_value"]
-    if isinstance(example, torch.SymInt):
-        expression = named_expression(example.node.expr, meaning_of_symbol)
-        return GraphInput(InputKind.SIZE, size=internals.print_expression(expression))
-    value = eval_source(source, scope, frame_globals)
+def _tensor_input(source: str, value: Any, tensor_index: Mapping[int, int], owner: str) -> GraphInput:
     if id(value) in tensor_index:
         return GraphInput(InputKind.ACTIVATION, tensor_index=tensor_index[id(value)])
     if not isinstance(value, torch.Tensor):
@@ -343,46 +316,29 @@ def _graph_input(
     return GraphInput(kind, source=source)
 
 
-def named_expression(expression: sympy.Basic, meaning_of_symbol: Mapping[sympy.Symbol, str | int]) -> sympy.Basic:
-    """Return an expression over symbols named like the dims."""
-    meanings = {
-        symbol: dim_symbol(meaning) if isinstance(meaning, str) else sympy.Integer(meaning)
-        for symbol, meaning in meaning_of_symbol.items()
-    }
-    return expression.xreplace(meanings)
-
-
-def dim_symbol(name: str) -> sympy.Symbol:
-    """Return the symbol that stands for a named dim, or for the variable that holds its size."""
-    return sympy.Symbol(name, integer=True, positive=True)
-
-
-def _relations(
-    shape_env: internals.ShapeEnv, meaning_of_symbol: Mapping[sympy.Symbol, str | int], *, of_ops: bool
-) -> tuple[Relation, ...]:
+def _relations(sizes: Sizes, *, of_ops: bool) -> tuple[Relation, ...]:
     relations: dict[sympy.Basic, Relation] = {}
-    for guard in internals.shape_guards(shape_env):
+    for guard in internals.shape_guards(sizes.shape_env):
         # An op that asks for equal sizes fails with others, whatever their layout.
         if of_ops is not (guard.is_of_an_op and not isinstance(guard.relation, sympy.Eq)):
             continue
-        if not guard.relation.free_symbols <= meaning_of_symbol.keys():
+        if not guard.relation.free_symbols <= sizes.meaning_of_symbol.keys():
             continue  # of a size that follows from no input: the graph holds its own assertion
-        expression = named_expression(guard.relation, meaning_of_symbol)
+        expression = sizes.named(guard.relation)
         if expression not in (sympy.true, True):
             relations.setdefault(expression, Relation(expression, guard.user_line))
     return tuple(relations.values())
 
 
-def _relations_at_one(
-    graph: torch.fx.GraphModule, shape_env: internals.ShapeEnv, meaning_of_symbol: Mapping[sympy.Symbol, str | int]
-) -> tuple[Relation, ...]:
+def _relations_at_one(graph: torch.fx.GraphModule, sizes: Sizes) -> tuple[Relation, ...]:
     """Return the named dims that may not be 1, one by one and all at once, with the op that sees it."""
-    dims = sorted({meaning for meaning in meaning_of_symbol.values() if isinstance(meaning, str)})
-    sizes = internals.traced_values(shape_env)
+    meanings = sizes.meaning_of_symbol
+    dims = sorted({meaning for meaning in meanings.values() if isinstance(meaning, str)})
+    traced = internals.traced_values(sizes.shape_env)
     relations: list[Relation] = []
     for chosen in [*([dim] for dim in dims), dims][: None if len(dims) > 1 else 1]:
-        symbols = [symbol for symbol, meaning in meaning_of_symbol.items() if meaning in chosen]
-        problem = departs_at_one(graph, symbols, sizes, shape_env)
+        symbols = [symbol for symbol, meaning in meanings.items() if meaning in chosen]
+        problem = departs_at_one(graph, symbols, traced, sizes.shape_env)
         if problem is not None:
             none_is_one: list[Any] = [sympy.Ne(dim_symbol(dim), 1) for dim in chosen]
             relations.append(Relation(sympy.Or(*none_is_one), problem))
