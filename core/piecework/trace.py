@@ -119,6 +119,18 @@ class _Recorded:
     backend_result: Callable[..., Any] | None = None
 
 
+@dataclass(frozen=True)
+class _TracedCall:
+    """The call that was traced, with fake arguments."""
+
+    sizes: dict[str, int]
+    """Of the named dims."""
+    scope: dict[str, Any]
+    """The target and the arguments, by name."""
+    returned: Any
+    """The result, with tokens for the outputs of the graph."""
+
+
 def trace(
     target: Callable[..., Any],
     arguments: Arguments,
@@ -140,27 +152,78 @@ def trace(
         CompileError: the model can't be traced as one graph; the message names the user's line.
     """
     start = time.perf_counter()
-    sizes = trace_sizes(arguments.sizes)
     frame = _frame(arguments)
-    scope = {TARGET: target, **_fakes(arguments, values, sizes)}
     recorded = _Recorded()
+    call = _call_once(frame, recorded, target, arguments, values, owner=owner, backend=backend)
+    graph, fake_mode, scope = recorded.graph, recorded.fake_mode, call.scope
+    if graph is None or fake_mode is None or fake_mode.shape_env is None:
+        raise CompileError(f"{owner} runs no op of torch on its arguments, so there is nothing to compile")
+    tensor_index = _fake_positions(arguments, scope)
+    meanings = _meanings_of_symbols(fake_mode.shape_env, scope, tensor_index, arguments)
+    sizes = Sizes(list(arguments.sizes), meanings, fake_mode.shape_env)
+    inputs: dict[torch.fx.Node, GraphInput] = {}
+    sources = _sources_of_state(target)
+    for node, source in zip(graph.graph.find_nodes(op="placeholder"), recorded.sources, strict=True):
+        if isinstance(node.meta["example_value"], torch.SymInt):
+            inputs[node] = GraphInput(InputKind.SIZE)
+            continue
+        value = eval_source(source, scope, frame.__globals__)
+        inputs[node] = _tensor_input(source, value, tensor_index, owner)
+        if inputs[node].source is not None:
+            sources[id(value)] = source
+    # The scope outlives the trace, for checks of the model's state: it must hold no fake tensors.
+    state = {name: (value if name == TARGET else None) for name, value in scope.items()}
+    return Trace(
+        graph=graph,
+        inputs=inputs,
+        arguments=arguments,
+        outputs=_outputs(call, recorded.tokens, tensor_index, sources, arguments, owner),
+        relations=_relations(sizes, of_ops=False) + _relations_at_one(graph, sizes),
+        op_relations=_relations(sizes, of_ops=True),
+        sizes=sizes,
+        fake_mode=fake_mode,
+        assumptions=Assumptions(internals.guards_of(frame.__code__), state),
+        frame_globals=frame.__globals__,
+        asked_modes=recorded.asked_modes,
+        seconds=time.perf_counter() - start,
+        backend_result=recorded.backend_result,
+    )
+
+
+def _call_once(
+    frame: Callable[..., Any],
+    recorded: _Recorded,
+    target: Callable[..., Any],
+    arguments: Arguments,
+    values: Mapping[str, Any],
+    *,
+    owner: str,
+    backend: Callable[..., Any] | None,
+) -> _TracedCall:
+    """Call the frame under Dynamo with fake arguments."""
     compiled = torch.compile(
         frame,
         fullgraph=True,
         backend=_recorder(recorded, backend),
         options={"guard_filter_fn": _guard_filter(recorded)},
     )
+
+    def call(sizes: dict[str, int]) -> _TracedCall:
+        with internals.new_fake_mode():
+            fakes = {name: fake_value(spec, values[name], sizes) for name, spec in arguments.specs.items()}
+        scope = {TARGET: target, **fakes}
+        return _TracedCall(sizes, scope, compiled(*scope.values()))
+
     try:
         # This order: leaving inference mode turns gradients on.
         with torch.inference_mode(False), internals.one_trace_for_all_sizes(), internals.strict_dynamo():
-            returned = compiled(*scope.values())
-            if numbers := numbers_in_shapes(returned):
+            traced = call(trace_sizes(arguments.sizes))
+            if numbers := numbers_in_shapes(traced.returned):
                 # ``return x.shape`` reads the argument that is passed, past the graph: at sizes that are
                 # no other number there, one sees which is which.
-                above = 1 + max(*numbers, *sizes.values())
-                sizes = {name: above + i for i, name in enumerate(sizes)}
-                scope = {TARGET: target, **_fakes(arguments, values, sizes)}
-                returned = compiled(*scope.values())
+                above = 1 + max(*numbers, *traced.sizes.values())
+                traced = call({name: above + i for i, name in enumerate(traced.sizes)})
+            return traced
     except (
         internals.Unsupported,
         internals.UserError,
@@ -169,14 +232,6 @@ def trace(
         internals.ConstraintViolationError,
     ) as error:
         raise _trace_error(error, recorded, owner, arguments) from error
-    if recorded.graph is None or recorded.fake_mode is None:
-        raise CompileError(f"{owner} runs no op of torch on its arguments, so there is nothing to compile")
-    return _finish(recorded, frame, scope, returned, sizes, arguments, owner, start)
-
-
-def _fakes(arguments: Arguments, values: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    with internals.new_fake_mode(), torch.inference_mode(False):
-        return {name: fake_value(spec, values[name], sizes) for name, spec in arguments.specs.items()}
 
 
 def _frame(arguments: Arguments) -> Callable[..., Any]:
@@ -231,51 +286,33 @@ def _recorder(recorded: _Recorded, backend: Callable[..., Any] | None) -> Callab
     return record
 
 
-def _finish(
-    recorded: _Recorded,
-    frame: Callable[..., Any],
-    scope: dict[str, Any],
-    returned: Any,
-    sizes: Mapping[str, int],
+def _sources_of_state(target: Callable[..., Any]) -> dict[int, str]:
+    """Map the identity of each parameter and buffer of a module to its source."""
+    if not isinstance(target, torch.nn.Module):
+        return {}
+    parameters = {id(p): f"L['{TARGET}'].get_parameter({name!r})" for name, p in target.named_parameters()}
+    buffers = {id(b): f"L['{TARGET}'].get_buffer({name!r})" for name, b in target.named_buffers()}
+    return {**parameters, **buffers}
+
+
+def _outputs(
+    call: _TracedCall,
+    tokens: Sequence[Any],
+    tensor_index: Mapping[int, int],
+    sources: Mapping[int, str],
     arguments: Arguments,
     owner: str,
-    start: float,
-) -> Trace:
-    graph, fake_mode = recorded.graph, recorded.fake_mode
-    assert graph is not None and fake_mode is not None and fake_mode.shape_env is not None
-    shape_env = fake_mode.shape_env
-    frame_globals = frame.__globals__
-    tensor_index = _fake_positions(arguments, scope)
-    named = Sizes(list(arguments.sizes), _meanings_of_symbols(shape_env, scope, tensor_index, arguments), shape_env)
-    inputs: dict[torch.fx.Node, GraphInput] = {}
-    bound: dict[int, str] = {}
-    for node, source in zip(graph.graph.find_nodes(op="placeholder"), recorded.sources, strict=True):
-        if isinstance(node.meta["example_value"], torch.SymInt):
-            inputs[node] = GraphInput(InputKind.SIZE)
-            continue
-        value = eval_source(source, scope, frame_globals)
-        inputs[node] = _tensor_input(source, value, tensor_index, owner)
-        if inputs[node].source is not None:
-            bound[id(value)] = source
-    outputs = describe_outputs(returned, recorded.tokens, tensor_index, bound, arguments, sizes, scope[TARGET], owner)
-    at_one = _relations_at_one(graph, named)
-    # The scope outlives the trace, for checks of the model's state: it must hold no fake tensors.
-    state = {name: (value if name == TARGET else None) for name, value in scope.items()}
-    return Trace(
-        graph=graph,
-        inputs=inputs,
-        arguments=arguments,
-        outputs=outputs,
-        relations=_relations(named, of_ops=False) + at_one,
-        op_relations=_relations(named, of_ops=True),
-        sizes=named,
-        fake_mode=fake_mode,
-        assumptions=Assumptions(internals.guards_of(frame.__code__), state),
-        frame_globals=frame_globals,
-        asked_modes=recorded.asked_modes,
-        seconds=time.perf_counter() - start,
-        backend_result=recorded.backend_result,
-    )
+) -> OutputSpec:
+    tensors = arguments.tensors
+    texts = {identity: tensors[position].path for identity, position in tensor_index.items()}
+    texts |= {id(token): f"_pw_o[{i}]" for i, token in enumerate(tokens)}
+    sizes = {
+        call.sizes[dim]: f"{spec.path}.size({position})"
+        for spec in tensors
+        for position, dim in enumerate(spec.dims)
+        if isinstance(dim, str)
+    }
+    return describe_outputs(call.returned, texts, sources, sizes, owner=owner)
 
 
 def eval_source(source: str, scope: Mapping[str, Any], frame_globals: Mapping[str, Any]) -> Any:
