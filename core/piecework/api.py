@@ -235,7 +235,7 @@ def _decorate(cls: Any, *, given: GivenDims | None, enable_if: Callable[[Any], b
         raise ConfigError(f"enable_if must be a function of the instance, got {enable_if!r}")
     dims = _class_dims(cls, given)
     cls.__piecework_decoration__ = (cls, given, dims, enable_if)
-    if "__piecework_call__" in vars(cls) or getattr(cls, "__piecework_call__", None) is not None:
+    if hasattr(cls, "__piecework_call__"):
         return cls  # inherited: the call of the decorated base looks the decoration up by class
     original_call = cls.__call__
     cls.__piecework_call__ = original_call

@@ -8,7 +8,7 @@ import enum
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -444,6 +444,3 @@ def rebuilt(container: Any, items: Mapping[Any, Any]) -> Any:
     for name, item in items.items():
         object.__setattr__(made, name, item)
     return made
-
-
-Explain = Callable[[Sequence[Any]], str | None]

@@ -21,13 +21,13 @@ from piecework.counting import counters
 from piecework.dedupe import deduplicate
 from piecework.entry import NO_STATE, without_gradients
 from piecework.errors import ConfigError
-from piecework.forward import compile_lock, count_pieces, input_kind, splitting_ops
+from piecework.forward import compile_lock, count_pieces, splitting_ops
+from piecework.inputs import GraphInput, GraphInputs, Sizes
 from piecework.pieces import InputKind
 from piecework.plugins import plugin_manager
 from piecework.run import straight_line
 from piecework.settings import resolve_settings
-from piecework.split import PieceStep, split_graph
-from piecework.trace import GraphInput
+from piecework.split import split_graph
 
 logger = logging.getLogger(__name__)
 
@@ -63,26 +63,19 @@ def piecework_backend(
         counters.num_graphs_seen += 1
         fake_mode = internals.current_fake_mode()
         assert fake_mode.shape_env is not None
-        inputs = _inputs(graph)
+        readers = _size_readers(graph, fake_mode.shape_env)
+        names = {symbol: str(symbol) for symbol in readers}
+        inputs = GraphInputs(_inputs(graph), {}, Sizes(list(names.values()), names, fake_mode.shape_env))
         ops, asked_for = splitting_ops(settings, manager)
         split = split_graph(graph, fake_mode, ops, must_match=asked_for)
         count_pieces(split)
-
-        def kinds_of(step: PieceStep) -> tuple[InputKind, ...]:
-            return tuple(input_kind(value, inputs) for value in step.inputs)
-
-        unique = deduplicate(split.pieces, kinds_of, fake_mode.shape_env)
+        unique = deduplicate(split.pieces, inputs.kinds_of, fake_mode.shape_env)
         counters.num_unique_pieces += len(unique)
         with internals.outside_of_tracing():
             compiled = compile_pieces(unique, settings.config, manager, fake_mode.shape_env, owner="graph")
         runs = {place: one.run for one in compiled for place in one.unique.places}
-        readers = _size_readers(graph, fake_mode.shape_env)
-        names = {symbol: str(symbol) for symbol in readers}
-        line = straight_line(
-            *(split, [runs[i] for i in range(len(runs))], inputs, {}, list(names.values()), names, fake_mode.shape_env),
-            name="graph",
-        )
-    return _called_by_dynamo(line.function, inputs, list(readers.values()))
+        line = straight_line(split, [runs[i] for i in range(len(runs))], inputs, name="graph")
+    return _called_by_dynamo(line.function, inputs.tensor_indices, list(readers.values()))
 
 
 def _inputs(graph: torch.fx.GraphModule) -> dict[torch.fx.Node, GraphInput]:
@@ -115,10 +108,9 @@ def _size_readers(graph: torch.fx.GraphModule, shape_env: internals.ShapeEnv) ->
 
 
 def _called_by_dynamo(
-    run: Callable[..., Any], inputs: Mapping[torch.fx.Node, GraphInput], readers: Sequence[SizeReader]
+    run: Callable[..., Any], positions: Sequence[int], readers: Sequence[SizeReader]
 ) -> Callable[..., Any]:
     """Return a function that takes Dynamo's arguments; torch guards the grad mode, so it is fixed here."""
-    positions = [given.tensor_index for given in inputs.values() if given.tensor_index is not None]
     with_gradients = torch.is_grad_enabled()
 
     def call(*args: Any) -> Any:

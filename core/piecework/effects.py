@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.fx import Interpreter, Node
+from torch.fx.node import map_arg
 
 from piecework import torch_internals as internals
 from piecework.errors import CompileError
@@ -51,7 +52,7 @@ class Effects:
 
     def may_copy(self, node: Node) -> bool:
         """Whether a node gives a view or a copy, depending on the layout of its argument."""
-        return node.op in ("call_function", "call_method") and aten_name(node) in MAYBE_COPIES
+        return aten_name(node) in MAYBE_COPIES
 
     def only_reads_sizes(self, node: Node) -> bool:
         """Whether a node looks at shapes alone, or asserts something of numbers."""
@@ -60,7 +61,12 @@ class Effects:
 
     def is_allocation(self, node: Node) -> bool:
         """Whether a node gives memory that nothing has been written to."""
-        return node.op in ("call_function", "call_method") and aten_name(node) in ALLOCATIONS
+        return aten_name(node) in ALLOCATIONS
+
+    def overload(self, node: Node) -> internals.OpOverload | None:
+        """Return the overload that a node calls, if it calls an op."""
+        args, kwargs = map_arg((node.args, node.kwargs), lambda arg: self.values[arg])
+        return overload_of(node, args, kwargs)
 
 
 def find_effects(graph: torch.fx.GraphModule, fake_mode: internals.FakeTensorMode) -> Effects:
@@ -119,11 +125,11 @@ class _Finder(Interpreter):
         if getattr(node.target, "__name__", "") == "triton_kernel_wrapper_mutation":
             yield from (key for ts in given.values() for t in ts if (key := internals.storage_key(t)) is not None)
             return
-        schema = schema_of(node, *self.fetch_args_kwargs_from_env(node))
-        if schema is None:
-            return
         args, kwargs = self.fetch_args_kwargs_from_env(node)
-        for position, argument in enumerate(schema.arguments):
+        overload = overload_of(node, args, kwargs)
+        if overload is None:
+            return
+        for position, argument in enumerate(internals.op_schema(overload).arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[position] if position < len(args) else kwargs.get(argument.name)
                 yield from (key for t in tensors_in(value) if (key := internals.storage_key(t)) is not None)
@@ -183,12 +189,6 @@ def line_of(node: Node) -> str:
 # --- names of ops -----------------------------------------------------------------------------
 
 
-def schema_of(node: Node, args: Any, kwargs: Any) -> torch.FunctionSchema | None:
-    """Return the schema of the op that a node calls, if it calls one."""
-    overload = overload_of(node, args, kwargs)
-    return None if overload is None else internals.op_schema(overload)
-
-
 def overload_of(node: Node, args: Any, kwargs: Any) -> internals.OpOverload | None:
     """Return the overload that a node calls; a packet picks it by its arguments."""
     if isinstance(node.target, internals.OpOverload):
@@ -201,28 +201,19 @@ def overload_of(node: Node, args: Any, kwargs: Any) -> internals.OpOverload | No
 
 
 def op_name(node: Node) -> str | None:
-    """Return ``"ns::op"`` for whatever form of an op a node calls, or None."""
-    if isinstance(node.target, internals.OpOverload):
-        return node.target.name().partition(".")[0]
-    if isinstance(node.target, internals.OpOverloadPacket):
-        return internals.packet_name(node.target)
-    return aten_name(node)
+    """Return ``"ns::op"`` for whatever form of an op a node calls, or None.
 
-
-def aten_name(node: Node) -> str | None:
-    """Return the ATen name of a torch function, method, operator or op, or None."""
+    A torch function, a method and an operator have the name of the ATen op that they stand for.
+    """
     if node.op == "call_method":
         return _known_aten(str(node.target))
     if node.op != "call_function":
         return None
     target: Any = node.target
-    if isinstance(target, (internals.OpOverload, internals.OpOverloadPacket)):
-        name = (
-            target.name().partition(".")[0]
-            if isinstance(target, internals.OpOverload)
-            else internals.packet_name(target)
-        )
-        return name if name.startswith("aten::") else None
+    if isinstance(target, internals.OpOverload):
+        return target.name().partition(".")[0]
+    if isinstance(target, internals.OpOverloadPacket):
+        return internals.packet_name(target)
     builtin = internals.builtin_name(target)
     if builtin is not None:
         return builtin
@@ -230,6 +221,12 @@ def aten_name(node: Node) -> str | None:
     if module in ("_operator", "operator"):
         return _known_aten(_OPERATOR_NAMES.get(name, name))
     return _known_aten(name) if module.split(".")[0] == "torch" else None
+
+
+def aten_name(node: Node) -> str | None:
+    """Return the ATen name of what a node calls, or None."""
+    name = op_name(node)
+    return name if name is not None and name.startswith("aten::") else None
 
 
 def _known_aten(name: str) -> str | None:

@@ -18,9 +18,8 @@ import torch
 from piecework import torch_internals as internals
 from piecework.arguments import Arguments, ConstantSpec, ContainerSpec, Spec, TensorSpec
 from piecework.errors import GradientNotSupported
-from piecework.run import size_variable
 from piecework.state import BoundState
-from piecework.trace import Relation, Trace, dim_symbol
+from piecework.trace import Relation, Trace
 
 MAX_CHECK_VARIANTS = 8
 
@@ -197,8 +196,7 @@ class _Generator:
         return name
 
     def read_sizes(self) -> None:
-        dims = list(self.trace.arguments.sizes)
-        self.sizes = {dim: size_variable(i) for i, dim in enumerate(dims)}
+        self.sizes = self.trace.sizes.variables
         seen: dict[str, str] = {}
         self.equalities: list[tuple[str, str]] = []
         for spec in self.trace.arguments.tensors:
@@ -230,17 +228,13 @@ class _Generator:
             self.check_relation(relation)
 
     def check_relation(self, relation: Relation) -> None:
-        condition = self.relation_text(relation)
+        condition = self.trace.sizes.code(relation.expression)
         sizes = ", ".join(f"{dim} = {{}}" for dim in self.sizes)
         text = f"the trace holds for {_escaped(relation.describe())}; this call has {sizes}"
         self.lines += [
             f"if not ({condition}):",
             f"    return _pw_depart({text!r}.format({', '.join(self.sizes.values())}), {self.leave})",
         ]
-
-    def relation_text(self, relation: Relation) -> str:
-        variables = {dim_symbol(dim): dim_symbol(variable) for dim, variable in self.sizes.items()}
-        return internals.print_expression(relation.expression.xreplace(variables))
 
     def check_overlap(self) -> None:
         paths = [spec.path for spec in self.trace.arguments.tensors]
@@ -284,7 +278,8 @@ class _Generator:
         given = ", ".join([*(tensors[i].path for i in self.used_tensors), *sizes])
         run = "_pw_run"
         if self.needed_by_code:
-            holds = " and ".join(f"({self.relation_text(relation)})" for relation in self.needed_by_code)
+            code = self.trace.sizes.code
+            holds = " and ".join(f"({code(relation.expression)})" for relation in self.needed_by_code)
             run = f"(_pw_run if {holds} else _pw_uncompiled)"
         if self.namespace["_pw_exact"]:
             key = sizes[0] if len(sizes) == 1 else f"({', '.join(sizes)})"

@@ -10,7 +10,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -27,24 +27,15 @@ from piecework.dedupe import UniquePiece, deduplicate
 from piecework.effects import Effects, find_effects
 from piecework.entry import Entry, make_entry
 from piecework.errors import CompileError, ConfigError, PieceworkWarning, TraceDepartureError
-from piecework.pieces import InputKind, SplittingOp
+from piecework.inputs import GraphInputs
+from piecework.pieces import SplittingOp
 from piecework.plugins import PluginManager, plugin_manager
 from piecework.process_settings import attention_ops, compile_context, torch_compile_backend
 from piecework.run import StraightLine, straight_line, whole_graph
 from piecework.settings import Settings, resolve_settings
-from piecework.split import PieceStep, SplitGraph, split_graph
+from piecework.split import SplitGraph, split_graph
 from piecework.state import BoundState
-from piecework.trace import (
-    TARGET,
-    GraphInput,
-    Relation,
-    Trace,
-    eval_source,
-    named_expression,
-    signature_of,
-    trace,
-    with_own_code,
-)
+from piecework.trace import TARGET, Relation, Trace, eval_source, signature_of, trace, with_own_code
 from piecework.watch import Watch, use_plain_dicts
 
 logger = logging.getLogger(__name__)
@@ -217,25 +208,23 @@ class _Builder:
         self.manager = manager
         self.trace = traced
         self.seconds = {"trace": traced.seconds}
-        self.placeholders: dict[Node, GraphInput] = dict(
-            zip(traced.graph.graph.find_nodes(op="placeholder"), traced.inputs, strict=True)
-        )
         scope, frame_globals = traced.assumptions.scope, traced.frame_globals
-        self.bound: dict[Node, torch.Tensor] = {
+        bound: dict[Node, torch.Tensor] = {
             node: eval_source(given.source, scope, frame_globals)
-            for node, given in self.placeholders.items()
+            for node, given in traced.inputs.items()
             if given.source is not None
         }
-        self.dims = list(traced.arguments.sizes)
+        self.inputs = GraphInputs(traced.inputs, bound, traced.sizes)
         self.num_guards = len(internals.shape_guards(traced.shape_env))
 
     def dynamo_once(self) -> Compiled:
-        run = whole_graph(self.trace, self.placeholders, self.bound, self.dims, name=self.owner)
+        function = self.trace.backend_result
+        assert function is not None
         effects = find_effects(self.trace.graph, self.trace.fake_mode)
+        run = whole_graph(function, effects, self.inputs, name=self.owner)
         fallback = None
         if relations := self.loose_relations(effects):
-            by_ops = replace(self.trace, backend_result=self.trace.graph.forward)
-            fallback = whole_graph(by_ops, self.placeholders, self.bound, self.dims, name=self.owner), relations
+            fallback = whole_graph(self.trace.graph.forward, effects, self.inputs, name=self.owner), relations
         return self.finish(run, {}, fallback, effects, None, [])
 
     def piecewise(self) -> Compiled:
@@ -255,17 +244,14 @@ class _Builder:
 
     def split(self) -> SplitGraph:
         ops, asked_for = splitting_ops(self.settings, self.manager)
-        split = split_graph(self.trace.graph, self.trace.fake_mode, ops, must_match=asked_for, bound=self.bound)
+        split = split_graph(self.trace.graph, self.trace.fake_mode, ops, must_match=asked_for, bound=self.inputs.bound)
         assert len(internals.shape_guards(self.trace.shape_env)) == self.num_guards, "splitting narrowed the sizes"
         count_pieces(split)
         logger.debug("%s: split into\n%s", self.owner, split.text())
         return split
 
-    def kinds_of(self, step: PieceStep) -> tuple[InputKind, ...]:
-        return tuple(input_kind(value, self.placeholders) for value in step.inputs)
-
     def deduplicate(self, split: SplitGraph) -> list[UniquePiece]:
-        unique = deduplicate(split.pieces, self.kinds_of, self.trace.shape_env)
+        unique = deduplicate(split.pieces, self.inputs.kinds_of, self.trace.shape_env)
         counters.num_unique_pieces += len(unique)
         return unique
 
@@ -286,7 +272,7 @@ class _Builder:
             for relation in one.added_relations:
                 for symbols in one.unique.symbols_by_place:
                     moved = relation.xreplace(dict(zip(one.unique.form.symbols, symbols, strict=True)))
-                    named = named_expression(moved, self.trace.meaning_of_symbol)
+                    named = self.trace.sizes.named(moved)
                     known = (other.expression for other in (*needed, *self.trace.relations))
                     if named != sympy.true and named not in known:
                         needed.append(Relation(named, f"the compiled code of {one.unique.piece.name}"))
@@ -297,37 +283,28 @@ class _Builder:
         return self.straight_line(split, [step.graph.forward for step in split.pieces]), needed
 
     def straight_line(self, split: SplitGraph, runs: Sequence[Callable[..., Any]]) -> StraightLine:
-        return straight_line(
-            *(
-                split,
-                runs,
-                self.placeholders,
-                self.bound,
-                self.dims,
-                self.trace.meaning_of_symbol,
-                self.trace.shape_env,
-            ),
-            name=self.owner,
-        )
+        return straight_line(split, runs, self.inputs, name=self.owner)
 
     def exact_runs(self, split: SplitGraph, compiled: Sequence[CompiledUniquePiece]) -> dict[Any, StraightLine]:
         """Compile every unique piece for each exact size that was asked for."""
         config = self.settings.config
         exact: dict[Any, StraightLine] = {}
         for size in config.compile_sizes:
-            values = size_values(size, self.dims, f"compile_sizes of {self.owner}")
+            values = size_values(size, self.trace.sizes.dims, f"compile_sizes of {self.owner}")
             made: dict[tuple[str, tuple[int, ...]], Callable[..., Any]] = {}
             runs: list[Callable[..., Any]] = []
             for place, one in enumerate(self.by_place(compiled)):
                 symbols = one.unique.symbols_by_place[one.unique.places.index(place)]
-                meanings = [self.trace.meaning_of_symbol[symbol] for symbol in symbols]
+                meanings = [self.trace.sizes.meaning_of_symbol[symbol] for symbol in symbols]
                 numbers = tuple(values[meaning] if isinstance(meaning, str) else meaning for meaning in meanings)
                 key = (one.unique.piece.key, numbers)
                 if key not in made:
                     at = dict(zip(one.unique.form.symbols, numbers, strict=True))
                     made[key] = compile_exact(one, size, at, config, self.manager, owner=self.owner)
                 runs.append(made[key])
-            key = next(iter(values.values())) if len(values) == 1 else tuple(values[dim] for dim in self.dims)
+            key = (
+                next(iter(values.values())) if len(values) == 1 else tuple(values[dim] for dim in self.trace.sizes.dims)
+            )
             exact[key] = self.straight_line(split, runs)
         return exact
 
@@ -364,7 +341,7 @@ class _Builder:
         compiled: list[CompiledUniquePiece],
     ) -> Compiled:
         traced, forward = self.trace, self.forward
-        sources = {name: str(self.placeholders[node].source) for node, name in run.bound_names.items()}
+        sources = {name: str(traced.inputs[node].source) for node, name in run.bound_names.items()}
         sources.update(traced.outputs.returned_inputs)
         target = traced.assumptions.scope[TARGET]
         watch = Watch(target if isinstance(target, torch.nn.Module) else None)
@@ -373,14 +350,13 @@ class _Builder:
             namespaces.append(fallback[0].namespace)
         check_all = self.settings.config.check_parameters == "always"
         state = BoundState(sources, namespaces, traced.assumptions, watch, traced.frame_globals, check_all=check_all)
-        used = sorted(g.tensor_index for g in self.placeholders.values() if g.tensor_index is not None)
         entry = make_entry(
             *(traced, state, run.function, {size: line.function for size, line in exact.items()}),
             (fallback[0].function, fallback[1]) if fallback is not None else None,
             takes_self=forward.takes_self,
             original=forward.original,
-            used_tensors=used,
-            written_tensors=written_tensors(self.placeholders, effects),
+            used_tensors=self.inputs.tensor_indices,
+            written_tensors=self.inputs.written_tensors(effects),
             depart=forward.depart,
             run_empty=forward.run_empty,
             owner=self.owner,
@@ -409,23 +385,6 @@ def splitting_ops(settings: Settings, manager: PluginManager) -> tuple[list[Spli
         by_plugins = []
     by_user = [op if isinstance(op, SplittingOp) else SplittingOp(op) for op in given]
     return [*by_user, *by_plugins], [op.name for op in by_user]
-
-
-def input_kind(value: Node | sympy.Symbol, placeholders: Mapping[Node, GraphInput]) -> InputKind:
-    """Return where an input of a piece comes from."""
-    if isinstance(value, sympy.Symbol):
-        return InputKind.SIZE
-    return placeholders[value].kind if value in placeholders else InputKind.ACTIVATION
-
-
-def written_tensors(placeholders: Mapping[Node, GraphInput], effects: Effects) -> list[int]:
-    """Return the positions of the tensor arguments that the graph writes to."""
-    written = {key for keys in effects.written.values() for key in keys}
-    return sorted(
-        given.tensor_index
-        for node, given in placeholders.items()
-        if given.tensor_index is not None and written.intersection(effects.storages[node])
-    )
 
 
 def size_values(size: Size, dims: Sequence[str], where: str) -> dict[str, int]:

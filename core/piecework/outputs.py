@@ -4,99 +4,62 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from piecework.arguments import Arguments
 from piecework.errors import CompileError
 
 
-@dataclass
+@dataclass(frozen=True)
 class OutputSpec:
     """How the caller's result is built from what the graph returns.
 
     Attributes:
         text: a Python expression over ``_pw_o`` (the graph's outputs), the parameters of the
-            forward and the names in ``constants``.
+            forward and the names in ``constants`` and ``returned_inputs``.
         constants: values that the expression refers to.
         returned_inputs: sources of parameters and buffers that are returned as they are, by name.
     """
 
-    text: str = "None"
-    constants: dict[str, Any] = field(default_factory=dict)
-    returned_inputs: dict[str, str] = field(default_factory=dict)
+    text: str
+    constants: dict[str, Any]
+    returned_inputs: dict[str, str]
 
 
 def describe_outputs(
-    returned: Any,
-    tokens: Sequence[Any],
-    tensor_index: Mapping[int, int],
-    bound: Mapping[int, str | None],
-    arguments: Arguments,
-    sizes: Mapping[str, int],
-    target: Any,
-    owner: str,
+    returned: Any, texts: Mapping[int, str], sources: Mapping[int, str], sizes: Mapping[int, str], *, owner: str
 ) -> OutputSpec:
     """Explain every leaf of what the traced call returned.
 
     Args:
         returned: the value, with tokens where the graph's outputs stand.
-        tokens: the graph's outputs at the trace, in order.
-        tensor_index: identity of each fake argument -> its position among the tensors.
-        bound: identity of each parameter and buffer of the graph -> its source.
-        arguments: the form of the call.
-        sizes: what the dims were when ``returned`` was read; in a shape no other number is the same.
-        target: the traced module or function, which may return itself.
+        texts: identity of each token and of each fake argument -> Python for it.
+        sources: identity of each parameter and buffer -> its source.
+        sizes: what a dim was when ``returned`` was read -> Python for it; in a shape no other number is the same.
         owner: name of the model or function, for errors.
 
     Raises:
         CompileError: something is returned that can't be rebuilt at later calls.
     """
-    return _Describer(tokens, tensor_index, bound, arguments, sizes, target, owner).run(returned)
+    describer = _Describer(texts, sources, sizes, owner)
+    return OutputSpec(describer.expression(returned, "the result"), describer.constants, describer.returned_inputs)
 
 
+@dataclass
 class _Describer:
-    def __init__(
-        self,
-        tokens: Sequence[Any],
-        tensor_index: Mapping[int, int],
-        bound: Mapping[int, str | None],
-        arguments: Arguments,
-        sizes: Mapping[str, int],
-        target: Any,
-        owner: str,
-    ) -> None:
-        self.token_index = {id(token): i for i, token in enumerate(tokens)}
-        self.tensor_index = tensor_index
-        self.bound = bound
-        self.paths = [spec.path for spec in arguments.tensors]
-        self.dim_of_number = {size: dim for dim, size in sizes.items()}
-        self.where_read = {
-            dim: f"{spec.path}.size({position})" for spec in arguments.tensors for position, dim in enumerate(spec.dims)
-        }
-        self.parameters = self.names_of_parameters(target)
-        self.owner = owner
-        self.spec = OutputSpec()
-
-    @staticmethod
-    def names_of_parameters(target: Any) -> dict[int, str]:
-        if not isinstance(target, torch.nn.Module):
-            return {}
-        named = [*target.named_parameters(), *target.named_buffers()]
-        return {id(tensor): name for name, tensor in named}
-
-    def run(self, returned: Any) -> OutputSpec:
-        self.spec.text = self.expression(returned, "the result")
-        return self.spec
+    texts: Mapping[int, str]
+    sources: Mapping[int, str]
+    sizes: Mapping[int, str]
+    owner: str
+    constants: dict[str, Any] = field(default_factory=dict)
+    returned_inputs: dict[str, str] = field(default_factory=dict)
 
     def expression(self, value: Any, where: str) -> str:
-        if id(value) in self.token_index:
-            return f"_pw_o[{self.token_index[id(value)]}]"
-        if id(value) in self.tensor_index:
-            return self.paths[self.tensor_index[id(value)]]
+        if id(value) in self.texts:
+            return self.texts[id(value)]
         if isinstance(value, torch.Tensor):
             return self.returned_state(value, where)
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -126,9 +89,7 @@ class _Describer:
 
     def shape(self, value: torch.Size, where: str) -> str:
         items = [
-            self.where_read[self.dim_of_number[item]]
-            if type(item) is int and item in self.dim_of_number
-            else self.expression(item, f"{where}[{i}]")
+            self.sizes[item] if type(item) is int and item in self.sizes else self.expression(item, f"{where}[{i}]")
             for i, item in enumerate(value)
         ]
         return f"{self.constant(torch.Size)}([{', '.join(items)}])"
@@ -151,22 +112,17 @@ class _Describer:
         return f"{self.constant(shell)}({', '.join(parts)})"
 
     def returned_state(self, value: torch.Tensor, where: str) -> str:
-        source = self.bound.get(id(value))
-        if source is None:
-            path = self.parameters.get(id(value))
-            if path is None:
-                raise self.unexplained(value, where)
-            getter = "get_parameter" if isinstance(value, torch.nn.Parameter) else "get_buffer"
-            source = f"L['_pw_target'].{getter}({path!r})"
-        name = f"_pw_returned_{len(self.spec.returned_inputs)}"
-        self.spec.returned_inputs[name] = source
+        if id(value) not in self.sources:
+            raise self.unexplained(value, where)
+        name = f"_pw_returned_{len(self.returned_inputs)}"
+        self.returned_inputs[name] = self.sources[id(value)]
         return name
 
     def constant(self, value: Any) -> str:
         if value is None or isinstance(value, (bool, int, str)) and type(value) in (bool, int, str):
             return repr(value)
-        name = f"_pw_c{len(self.spec.constants)}"
-        self.spec.constants[name] = value
+        name = f"_pw_c{len(self.constants)}"
+        self.constants[name] = value
         return name
 
     def refuse_hidden_tensors(self, value: Any, where: str) -> None:
@@ -176,7 +132,7 @@ class _Describer:
             if hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module))
             else ()
         )
-        if any(id(item) in self.token_index or isinstance(item, (torch.Tensor, torch.SymInt)) for item in held):
+        if any(id(item) in self.texts or isinstance(item, (torch.Tensor, torch.SymInt)) for item in held):
             raise self.unexplained(value, where)
 
     def unexplained(self, value: Any, where: str) -> CompileError:

@@ -5,25 +5,19 @@ from __future__ import annotations
 import keyword
 import linecache
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 import torch
 from torch.fx import Node
-from torch.fx.node import map_arg
 
 from piecework import torch_internals as internals
-from piecework.effects import overload_of
-from piecework.pieces import InputKind, SplittingOp
+from piecework.effects import Effects
+from piecework.inputs import GraphInputs
+from piecework.pieces import SplittingOp
 from piecework.split import PieceStep, SplitGraph
-from piecework.trace import GraphInput, Trace, dim_symbol, named_expression
-
-
-def size_variable(position: int) -> str:
-    """Return the name of the variable that holds the size of a named dim."""
-    return f"_pw_s{position}"
 
 
 @dataclass
@@ -41,34 +35,20 @@ class StraightLine:
 
 
 def straight_line(
-    split: SplitGraph,
-    runs: Sequence[Callable[..., Any]],
-    inputs: Mapping[Node, GraphInput],
-    bound: Mapping[Node, torch.Tensor],
-    dims: Sequence[str],
-    meaning_of_symbol: Mapping[sympy.Symbol, str | int],
-    shape_env: internals.ShapeEnv,
-    *,
-    name: str,
+    split: SplitGraph, runs: Sequence[Callable[..., Any]], inputs: GraphInputs, *, name: str
 ) -> StraightLine:
     """Generate the function that runs all steps.
 
     Args:
         split: the steps.
         runs: the compiled pieces, one per piece of the graph.
-        inputs: where each placeholder comes from.
-        bound: the tensors behind placeholders that are no arguments.
-        dims: the named dims; their sizes are the last arguments of the function.
-        meaning_of_symbol: the dim, or the number, that each symbol stands for.
-        shape_env: what torch knows about the symbols.
+        inputs: what the graph is called with; the sizes are the last arguments of the function.
         name: shown in tracebacks.
 
     Returns:
         ``function(*tensor_arguments, *sizes)`` returns what the traced graph returns.
     """
-    writer = _Writer(split, inputs, dims, meaning_of_symbol, shape_env)
-    for node, tensor in bound.items():
-        writer.bind(node, tensor)
+    writer = _Writer(split.effects, inputs)
     pieces = iter(runs)
     for step in split.steps:
         if isinstance(step, PieceStep):
@@ -76,49 +56,17 @@ def straight_line(
         else:
             for node in step.nodes:
                 writer.eager(node, step.ops.get(node))
+    returned = [writer.returned(value) for value in split.returned]
+    writer.add(f"return ({', '.join(returned)}{',' if len(returned) == 1 else ''})")
     return writer.finish(name)
 
 
-def whole_graph(
-    trace: Trace,
-    inputs: Mapping[Node, GraphInput],
-    bound: Mapping[Node, torch.Tensor],
-    dims: Sequence[str],
-    *,
-    name: str,
-) -> StraightLine:
+def whole_graph(function: Callable[..., Any], effects: Effects, inputs: GraphInputs, *, name: str) -> StraightLine:
     """Generate the function that calls what the backend of level 2 made of the whole graph."""
-    namespace: dict[str, Any] = {"backend": trace.backend_result}
-    bound_names = {node: f"p{i}" for i, node in enumerate(bound)}
-    namespace.update((name, bound[node]) for node, name in bound_names.items())
-    variables = {dim: size_variable(i) for i, dim in enumerate(dims)}
-    given: list[str] = []
-    for node, source in inputs.items():
-        if source.kind is InputKind.SIZE:
-            value = internals.size_expression(node.meta["example_value"], trace.shape_env)
-            given.append(_over_variables(value, trace.meaning_of_symbol, variables))
-        else:
-            given.append(bound_names.get(node) or f"a{source.tensor_index}")
-    positions = sorted(source.tensor_index for source in inputs.values() if source.tensor_index is not None)
-    parameters = [*(f"a{position}" for position in positions), *variables.values()]
-    source_text = f"def forward({', '.join(parameters)}):\n    return backend({', '.join(given)})\n"
-    return _made(source_text, namespace, bound_names, name)
-
-
-def _over_variables(
-    expression: sympy.Basic, meaning_of_symbol: Mapping[sympy.Symbol, str | int], variables: Mapping[str, str]
-) -> str:
-    """Return a size expression as Python over the variables that hold the sizes."""
-    named = named_expression(expression, meaning_of_symbol)
-    return internals.print_expression(named.xreplace({dim_symbol(d): dim_symbol(v) for d, v in variables.items()}))
-
-
-def _made(source: str, namespace: dict[str, Any], bound_names: dict[Node, str], name: str) -> StraightLine:
-    filename = f"<piecework run of {name}>"
-    namespace.update(internals.EXPRESSION_NAMESPACE)
-    exec(compile(source, filename, "exec"), namespace)
-    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-    return StraightLine(source, namespace, bound_names, namespace.pop("forward"))
+    writer = _Writer(effects, inputs)
+    writer.namespace["backend"] = function
+    writer.add(f"return backend({', '.join(writer.value(node) for node in inputs.by_placeholder)})")
+    return writer.finish(name)
 
 
 @dataclass
@@ -129,36 +77,20 @@ class _Line:
 
 
 class _Writer:
-    def __init__(
-        self,
-        split: SplitGraph,
-        inputs: Mapping[Node, GraphInput],
-        dims: Sequence[str],
-        meaning_of_symbol: Mapping[sympy.Symbol, str | int],
-        shape_env: internals.ShapeEnv,
-    ) -> None:
-        self.split = split
-        self.effects = split.effects
-        self.dims = dims
-        self.shape_env = shape_env
-        self.meaning_of_symbol = meaning_of_symbol
+    def __init__(self, effects: Effects, inputs: GraphInputs) -> None:
+        self.effects = effects
+        self.sizes = inputs.sizes
         self.lines: list[_Line] = []
-        self.namespace: dict[str, Any] = {}
-        self.names: dict[Node, str] = {}
-        self.bound_names: dict[Node, str] = {}
         self.uses: list[str] = []
         self.functions: dict[int, str] = {}
-        self.arguments: list[str] = []
-        self.known_sizes: set[sympy.Basic] = set(meaning_of_symbol)
-        activations = [(g.tensor_index, node) for node, g in inputs.items() if g.kind is InputKind.ACTIVATION]
-        for position, node in sorted(activations, key=lambda pair: pair[0] or 0):
-            self.names[node] = f"a{position}"
-            self.arguments.append(f"a{position}")
-
-    def bind(self, node: Node, tensor: torch.Tensor) -> None:
-        name = f"p{len(self.bound_names)}"
-        self.names[node] = self.bound_names[node] = name
-        self.namespace[name] = tensor
+        self.known_sizes: set[sympy.Basic] = set(self.sizes.meaning_of_symbol)
+        self.arguments = [f"a{index}" for index in inputs.tensor_indices]
+        self.bound_names = {node: f"p{i}" for i, node in enumerate(inputs.bound)}
+        self.namespace: dict[str, Any] = {self.bound_names[node]: tensor for node, tensor in inputs.bound.items()}
+        self.names = {
+            **{n: f"a{g.tensor_index}" for n, g in inputs.by_placeholder.items() if g.tensor_index is not None},
+            **self.bound_names,
+        }
 
     # Steps.
 
@@ -200,7 +132,7 @@ class _Writer:
         """
         for tensor in (value for value in [self.effects.values[node]] if isinstance(value, torch.Tensor)):
             for dim, size in enumerate(tensor.shape):
-                symbol = internals.size_expression(size, self.shape_env)
+                symbol = internals.size_expression(size, self.sizes.shape_env)
                 if isinstance(symbol, sympy.Symbol) and symbol not in self.known_sizes:
                     self.known_sizes.add(symbol)
                     self.lines.append(_Line(f"{symbol} = {self.names[node]}.size({dim})", [self.names[node]]))
@@ -233,15 +165,10 @@ class _Writer:
             return f"({''.join(f'{self.number(item)}, ' for item in value)})"
         if isinstance(value, (int, float, bool)):
             return repr(value)
-        expression = self.shape_env.replace(value.node.expr)
-        return f"({self.expression_text(expression)})"
+        return f"({self.size_text(self.sizes.shape_env.replace(value.node.expr))})"
 
-    def size_text(self, symbol: sympy.Symbol) -> str:
-        return self.expression_text(symbol)
-
-    def expression_text(self, expression: sympy.Basic) -> str:
-        variables = {dim: size_variable(i) for i, dim in enumerate(self.dims)}
-        return _over_variables(expression, self.meaning_of_symbol, variables)
+    def size_text(self, expression: sympy.Basic) -> str:
+        return self.sizes.code(self.sizes.named(expression))
 
     def argument(self, value: Any) -> str:
         if isinstance(value, Node):
@@ -267,9 +194,8 @@ class _Writer:
         target: Any = node.target
         if op is not None and op.implementation is not None:
             target = op.implementation
-        elif isinstance(target, internals.OpOverloadPacket):
-            args, kwargs = map_arg((node.args, node.kwargs), lambda arg: self.effects.values[arg])
-            target = overload_of(node, args, kwargs) or target
+        else:
+            target = self.effects.overload(node) or target
         name = self.functions.get(id(target))
         if name is None:
             own = getattr(target, "__name__", "call").replace(".", "_")
@@ -281,12 +207,14 @@ class _Writer:
     # The whole.
 
     def finish(self, name: str) -> StraightLine:
-        returned = [self.returned(value) for value in self.split.returned]
-        self.add(f"return ({', '.join(returned)}{',' if len(returned) == 1 else ''})")
-        parameters = [*self.arguments, *(size_variable(i) for i in range(len(self.dims)))]
+        parameters = [*self.arguments, *self.sizes.variables.values()]
         body = "\n".join(f"    {line}" for line in self.with_deletions())
         source = f"def forward({', '.join(parameters)}):\n{body}\n"
-        return _made(source, self.namespace, self.bound_names, name)
+        filename = f"<piecework run of {name}>"
+        self.namespace.update(internals.EXPRESSION_NAMESPACE)
+        exec(compile(source, filename, "exec"), self.namespace)
+        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+        return StraightLine(source, self.namespace, self.bound_names, self.namespace.pop("forward"))
 
     def returned(self, value: Any) -> str:
         if isinstance(value, Node) and value not in self.names and self.effects.is_view(value):

@@ -11,18 +11,16 @@ import functools
 import logging
 import operator
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecework import torch_internals as internals
-from piecework.effects import Effects, find_effects, fresh_fake, line_of, op_name, overload_of, tensors_in
+from piecework.effects import Effects, find_effects, fresh_fake, line_of, op_name, tensors_in
 from piecework.errors import ConfigError, PieceworkWarning, SplitError
 from piecework.pieces import SplittingOp
 
@@ -101,7 +99,7 @@ def split_graph(
     ops: Sequence[SplittingOp],
     *,
     must_match: Iterable[str] = (),
-    bound: dict[Node, torch.Tensor] | None = None,
+    bound: Mapping[Node, torch.Tensor] | None = None,
 ) -> SplitGraph:
     """Cut a Dynamo graph at the given ops.
 
@@ -162,8 +160,7 @@ class OpMatcher:
             return name, self.by_name[name]
         if not any(known.startswith(f"{name}.") for known in self.by_name):
             return None
-        args, kwargs = map_arg((node.args, node.kwargs), lambda arg: effects.values[arg])
-        overload = overload_of(node, args, kwargs)
+        overload = effects.overload(node)
         full = overload.name() if overload is not None else name
         return (full, self.by_name[full]) if full in self.by_name else None
 
@@ -209,28 +206,25 @@ def _check_all_found(
 
 def _decomposed_ops(graph: GraphModule, fake_mode: internals.FakeTensorMode) -> dict[Node, set[str]]:
     """Return the ATen ops that each node runs underneath."""
+    seen: set[str] = set()
+    inside: dict[Node, set[str]] = {}
 
-    class Recorder(TorchDispatchMode):
-        seen: set[str] = set()  # noqa: RUF012 - replaced for each node
-
+    class Recorder(internals.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            Recorder.seen.add(func.name().partition(".")[0])
+            seen.add(func.name().partition(".")[0])
             return func(*args, **(kwargs or {}))
 
     class Runner(torch.fx.Interpreter):
-        inside: dict[Node, set[str]] = {}  # noqa: RUF012 - one class per call
-
         def run_node(self, n: Node) -> Any:
-            Recorder.seen = set()
+            seen.clear()
             result = super().run_node(n)
-            self.inside[n] = Recorder.seen
+            inside[n] = set(seen)
             return result
 
-    runner = Runner(graph)
     with fake_mode, torch.no_grad(), Recorder():
         examples = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
-        runner.run(*[fresh_fake(example) for example in examples])
-    return runner.inside
+        Runner(graph).run(*[fresh_fake(example) for example in examples])
+    return inside
 
 
 # --- cutting ----------------------------------------------------------------------------------
@@ -247,8 +241,6 @@ class _Region:
 
 _OPENS = ("_enter_autocast", "_enter_inference_mode", "_vmap_increment_nesting", "_jvp_increment_nesting")
 _CLOSES = ("_exit_autocast", "_exit_inference_mode", "_vmap_decrement_nesting", "_jvp_decrement_nesting")
-
-
 _OPS_OF_TORCH = ("aten", "prims", "prim", "profiler", "c10d", "_c10d_functional", "higher_order")
 
 
@@ -259,7 +251,7 @@ class _Splitter:
         effects: Effects,
         matcher: OpMatcher,
         fake_mode: internals.FakeTensorMode,
-        bound: dict[Node, torch.Tensor],
+        bound: Mapping[Node, torch.Tensor],
     ) -> None:
         self.graph = graph
         self.effects = effects
@@ -359,10 +351,7 @@ class _Splitter:
 
     def warn_of_undeclared(self, node: Node) -> None:
         """Say that a compiler may drop an op that, by its declaration, does nothing."""
-        if not isinstance(node.target, (internals.OpOverload, internals.OpOverloadPacket)):
-            return
-        args, kwargs = map_arg((node.args, node.kwargs), lambda arg: self.effects.values[arg])
-        overload = overload_of(node, args, kwargs)
+        overload = self.effects.overload(node)
         if overload is None or overload.namespace in _OPS_OF_TORCH:
             return
         schema = internals.op_schema(overload)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from piecework.trace import TARGET, Assumptions, eval_source
+from piecework.trace import Assumptions, eval_source, readable
 from piecework.watch import Watch
 
 _WATCHED = re.compile(r"(\._(parameters|buffers)\['[^']*'\]|\.\w+)$|\.get_(parameter|buffer)\(")
@@ -44,9 +44,8 @@ class BoundState:
     Args:
         sources: name in the generated code -> source expression of the tensor.
         namespaces: the namespaces that hold the tensors under those names.
-        assumptions: what else the trace assumed.
+        assumptions: what else the trace assumed; its scope is what ``L`` stands for in sources.
         watch: tells of events on the traced modules.
-        scope: what ``L`` stands for in sources.
         frame_globals: what ``G`` stands for in sources.
         check_all: compare all addresses at every call, not a sample.
     """
@@ -142,10 +141,3 @@ class BoundState:
         """Return the first attribute, global or code that no longer is as it was traced."""
         with self.watch.plain_dicts():
             return self.assumptions.departure()
-
-
-def readable(source: str) -> str:
-    """Return a source expression as a user would write it."""
-    text = source.replace(f"L['{TARGET}']", "self")
-    text = re.sub(r"\._modules\['(\w+)'\]", r".\1", text)
-    return re.sub(r"\._(?:parameters|buffers)\['(\w+)'\]", r".\1", text)

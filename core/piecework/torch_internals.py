@@ -35,6 +35,7 @@ from torch.fx.graph_module import _format_import_block
 from torch.jit._builtins import _find_builtin
 from torch.package.importer import sys_importer
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -46,6 +47,7 @@ __all__ = [
     "FakeTensorMode",
     "InternalTorchDynamoError",
     "ShapeEnv",
+    "TorchDispatchMode",
     "TorchRuntimeError",
     "Unsupported",
     "UserError",
@@ -176,14 +178,12 @@ def current_fake_mode() -> FakeTensorMode:
     return mode
 
 
-def input_source(node: torch.fx.Node) -> tuple[str, Any]:
+def input_source(node: torch.fx.Node) -> str:
     """Return where a placeholder of a Dynamo graph comes from, as an expression over ``L`` and ``G``.
 
     It must be read inside the backend: Dynamo erases it when compilation ends.
     """
-    graph_arg = node.meta["grapharg"]
-    name = graph_arg.source.name
-    return (name if isinstance(name, str) else name()), graph_arg.example
+    return node.meta["grapharg"].source.name
 
 
 def guards_of(code: CodeType) -> Any:
@@ -281,9 +281,8 @@ def symbol_sources(shape_env: ShapeEnv) -> dict[sympy.Symbol, SymbolSource]:
     for symbol, found in shape_env.var_to_sources.items():
         for source in found:
             if isinstance(source, TensorPropertySource) and source.idx is not None:
-                name = source.base.name if isinstance(source.base.name, str) else source.base.name()
                 is_stride = source.prop is TensorProperty.STRIDE
-                sources.setdefault(symbol, SymbolSource(name, is_stride, source.idx))
+                sources.setdefault(symbol, SymbolSource(source.base.name, is_stride, source.idx))
     return sources
 
 
@@ -385,7 +384,6 @@ def all_op_names() -> list[str]:
 def called_overload(packet: OpOverloadPacket, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     """Return the name of the overload that a packet would pick for these arguments."""
     return torch._C._jit_resolve_packet(packet_name(packet), *args, **kwargs)
-    return torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
 
 
 def graph_source(graph: torch.fx.GraphModule) -> tuple[list[str], str]:

@@ -19,24 +19,12 @@ from piecework import torch_internals as internals
 from piecework.arguments import Arguments, fake_value, trace_sizes
 from piecework.errors import CompileError
 from piecework.exact import departs_at_one
+from piecework.inputs import GraphInput, Sizes, dim_symbol
 from piecework.outputs import OutputSpec, describe_outputs, numbers_in_shapes
 from piecework.pieces import InputKind
 
 TARGET = "_pw_target"
 """The name under which the traced frame holds the model or function."""
-
-
-@dataclass(frozen=True)
-class GraphInput:
-    """Where a placeholder of the graph gets its value from."""
-
-    kind: InputKind
-    tensor_index: int | None = None
-    """Of an activation: its position in ``Arguments.tensors``."""
-    source: str | None = None
-    """Of a parameter, buffer or global: an expression over ``L`` and ``G``."""
-    size: str | None = None
-    """Of a size: Python over the names of dims."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +69,13 @@ class Assumptions:
             except (AttributeError, KeyError, IndexError, TypeError):
                 now = ", now it is gone"
         line = f" (read at: {where.strip()})" if where else ""
-        return f"the trace relies on {self._readable(condition)}{now}{line}"
+        return f"the trace relies on {readable(condition)}{now}{line}"
 
-    def _readable(self, text: str) -> str:
-        text = text.replace(f"L['{TARGET}']", "self")
-        text = re.sub(r"\._modules\['(\w+)'\]", r".\1", text)
-        return re.sub(r"\._(?:parameters|buffers)\['(\w+)'\]", r".\1", text)
+
+def readable(source: str) -> str:
+    """Return source expressions of Dynamo's in a text as a user would write them."""
+    text = source.replace(f"L['{TARGET}']", "self")
+    return re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", text)
 
 
 @dataclass
@@ -94,15 +83,15 @@ class Trace:
     """One traced forward."""
 
     graph: torch.fx.GraphModule
-    inputs: tuple[GraphInput, ...]
+    inputs: dict[torch.fx.Node, GraphInput]
+    """Where each placeholder comes from."""
     arguments: Arguments
     outputs: OutputSpec
     relations: tuple[Relation, ...]
     """What must hold for a call to be answered by this trace."""
     op_relations: tuple[Relation, ...]
     """What ops looked at to choose a layout: elsewhere the graph holds op by op, but not compiled."""
-    meaning_of_symbol: dict[sympy.Symbol, str | int]
-    """The named dim that a symbol stands for, or the number where calls are held to one (a stride)."""
+    sizes: Sizes
     fake_mode: internals.FakeTensorMode
     assumptions: Assumptions
     frame_globals: dict[str, Any]
@@ -116,9 +105,7 @@ class Trace:
     @property
     def shape_env(self) -> internals.ShapeEnv:
         """Return what torch knows about the sizes."""
-        shape_env = self.fake_mode.shape_env
-        assert shape_env is not None
-        return shape_env
+        return self.sizes.shape_env
 
 
 @dataclass
@@ -131,6 +118,18 @@ class _Recorded:
     tokens: tuple[Any, ...] = ()
     asked_modes: tuple[Callable[[], bool], ...] = ()
     backend_result: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True)
+class _TracedCall:
+    """The call that was traced, with fake arguments."""
+
+    sizes: dict[str, int]
+    """Of the named dims."""
+    scope: dict[str, Any]
+    """The target and the arguments, by name."""
+    returned: Any
+    """The result, with tokens for the outputs of the graph."""
 
 
 def trace(
@@ -154,27 +153,78 @@ def trace(
         CompileError: the model can't be traced as one graph; the message names the user's line.
     """
     start = time.perf_counter()
-    sizes = trace_sizes(arguments.sizes)
     frame = _frame(arguments)
-    scope = {TARGET: target, **_fakes(arguments, values, sizes)}
     recorded = _Recorded()
+    call = _call_once(frame, recorded, target, arguments, values, owner=owner, backend=backend)
+    graph, fake_mode, scope = recorded.graph, recorded.fake_mode, call.scope
+    if graph is None or fake_mode is None or fake_mode.shape_env is None:
+        raise CompileError(f"{owner} runs no op of torch on its arguments, so there is nothing to compile")
+    tensor_index = _fake_positions(arguments, scope)
+    meanings = _meanings_of_symbols(fake_mode.shape_env, scope, tensor_index, arguments)
+    sizes = Sizes(list(arguments.sizes), meanings, fake_mode.shape_env)
+    inputs: dict[torch.fx.Node, GraphInput] = {}
+    sources = _sources_of_state(target)
+    for node, source in zip(graph.graph.find_nodes(op="placeholder"), recorded.sources, strict=True):
+        if isinstance(node.meta["example_value"], torch.SymInt):
+            inputs[node] = GraphInput(InputKind.SIZE)
+            continue
+        value = eval_source(source, scope, frame.__globals__)
+        inputs[node] = _tensor_input(source, value, tensor_index, owner)
+        if inputs[node].source is not None:
+            sources[id(value)] = source
+    # The scope outlives the trace, for checks of the model's state: it must hold no fake tensors.
+    state = {name: (value if name == TARGET else None) for name, value in scope.items()}
+    return Trace(
+        graph=graph,
+        inputs=inputs,
+        arguments=arguments,
+        outputs=_outputs(call, recorded.tokens, tensor_index, sources, arguments, owner),
+        relations=_relations(sizes, of_ops=False) + _relations_at_one(graph, sizes),
+        op_relations=_relations(sizes, of_ops=True),
+        sizes=sizes,
+        fake_mode=fake_mode,
+        assumptions=Assumptions(internals.guards_of(frame.__code__), state),
+        frame_globals=frame.__globals__,
+        asked_modes=recorded.asked_modes,
+        seconds=time.perf_counter() - start,
+        backend_result=recorded.backend_result,
+    )
+
+
+def _call_once(
+    frame: Callable[..., Any],
+    recorded: _Recorded,
+    target: Callable[..., Any],
+    arguments: Arguments,
+    values: Mapping[str, Any],
+    *,
+    owner: str,
+    backend: Callable[..., Any] | None,
+) -> _TracedCall:
+    """Call the frame under Dynamo with fake arguments."""
     compiled = torch.compile(
         frame,
         fullgraph=True,
         backend=_recorder(recorded, backend),
         options={"guard_filter_fn": _guard_filter(recorded)},
     )
+
+    def call(sizes: dict[str, int]) -> _TracedCall:
+        with internals.new_fake_mode():
+            fakes = {name: fake_value(spec, values[name], sizes) for name, spec in arguments.specs.items()}
+        scope = {TARGET: target, **fakes}
+        return _TracedCall(sizes, scope, compiled(*scope.values()))
+
     try:
         # This order: leaving inference mode turns gradients on.
         with torch.inference_mode(False), internals.one_trace_for_all_sizes(), internals.strict_dynamo():
-            returned = compiled(*scope.values())
-            if numbers := numbers_in_shapes(returned):
+            traced = call(trace_sizes(arguments.sizes))
+            if numbers := numbers_in_shapes(traced.returned):
                 # ``return x.shape`` reads the argument that is passed, past the graph: at sizes that are
                 # no other number there, one sees which is which.
-                above = 1 + max(*numbers, *sizes.values())
-                sizes = {name: above + i for i, name in enumerate(sizes)}
-                scope = {TARGET: target, **_fakes(arguments, values, sizes)}
-                returned = compiled(*scope.values())
+                above = 1 + max(*numbers, *traced.sizes.values())
+                traced = call({name: above + i for i, name in enumerate(traced.sizes)})
+            return traced
     except (
         internals.Unsupported,
         internals.UserError,
@@ -183,14 +233,6 @@ def trace(
         internals.ConstraintViolationError,
     ) as error:
         raise _trace_error(error, recorded, owner, arguments) from error
-    if recorded.graph is None or recorded.fake_mode is None:
-        raise CompileError(f"{owner} runs no op of torch on its arguments, so there is nothing to compile")
-    return _finish(recorded, frame, scope, returned, sizes, arguments, owner, start)
-
-
-def _fakes(arguments: Arguments, values: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    with internals.new_fake_mode(), torch.inference_mode(False):
-        return {name: fake_value(spec, values[name], sizes) for name, spec in arguments.specs.items()}
 
 
 def _frame(arguments: Arguments) -> Callable[..., Any]:
@@ -240,7 +282,7 @@ def _recorder(recorded: _Recorded, backend: Callable[..., Any] | None) -> Callab
         if recorded.graph is not None:
             raise CompileError("Dynamo traced a second graph where one was asked for")
         placeholders = graph.graph.find_nodes(op="placeholder")
-        recorded.sources = [internals.input_source(node)[0] for node in placeholders]
+        recorded.sources = [internals.input_source(node) for node in placeholders]
         recorded.fake_mode = internals.current_fake_mode()
         recorded.graph = graph
         outputs: Any = graph.graph.output_node().args[0]
@@ -252,50 +294,33 @@ def _recorder(recorded: _Recorded, backend: Callable[..., Any] | None) -> Callab
     return record
 
 
-def _finish(
-    recorded: _Recorded,
-    frame: Callable[..., Any],
-    scope: dict[str, Any],
-    returned: Any,
-    sizes: Mapping[str, int],
+def _sources_of_state(target: Callable[..., Any]) -> dict[int, str]:
+    """Map the identity of each parameter and buffer of a module to its source."""
+    if not isinstance(target, torch.nn.Module):
+        return {}
+    parameters = {id(p): f"L['{TARGET}'].get_parameter({name!r})" for name, p in target.named_parameters()}
+    buffers = {id(b): f"L['{TARGET}'].get_buffer({name!r})" for name, b in target.named_buffers()}
+    return {**parameters, **buffers}
+
+
+def _outputs(
+    call: _TracedCall,
+    tokens: Sequence[Any],
+    tensor_index: Mapping[int, int],
+    sources: Mapping[int, str],
     arguments: Arguments,
     owner: str,
-    start: float,
-) -> Trace:
-    graph, fake_mode = recorded.graph, recorded.fake_mode
-    assert graph is not None and fake_mode is not None and fake_mode.shape_env is not None
-    shape_env = fake_mode.shape_env
-    frame_globals = frame.__globals__
-    tensor_index = _fake_positions(arguments, scope)
-    meaning_of_symbol = _meanings_of_symbols(shape_env, scope, tensor_index, arguments)
-    inputs = [
-        _graph_input(node, source, scope, frame_globals, tensor_index, meaning_of_symbol, shape_env, owner)
-        for node, source in zip(graph.graph.find_nodes(op="placeholder"), recorded.sources, strict=True)
-    ]
-    bound = {
-        id(value): graph_input.source
-        for graph_input in inputs
-        if graph_input.source and (value := eval_source(graph_input.source, scope, frame_globals)) is not None
+) -> OutputSpec:
+    tensors = arguments.tensors
+    texts = {identity: tensors[position].path for identity, position in tensor_index.items()}
+    texts |= {id(token): f"_pw_o[{i}]" for i, token in enumerate(tokens)}
+    sizes = {
+        call.sizes[dim]: f"{spec.path}.size({position})"
+        for spec in tensors
+        for position, dim in enumerate(spec.dims)
+        if isinstance(dim, str)
     }
-    outputs = describe_outputs(returned, recorded.tokens, tensor_index, bound, arguments, sizes, scope[TARGET], owner)
-    at_one = _relations_at_one(graph, shape_env, meaning_of_symbol)
-    # The scope outlives the trace, for checks of the model's state: it must hold no fake tensors.
-    state = {name: (value if name == TARGET else None) for name, value in scope.items()}
-    return Trace(
-        graph=graph,
-        inputs=tuple(inputs),
-        arguments=arguments,
-        outputs=outputs,
-        relations=_relations(shape_env, meaning_of_symbol, of_ops=False) + at_one,
-        op_relations=_relations(shape_env, meaning_of_symbol, of_ops=True),
-        meaning_of_symbol=meaning_of_symbol,
-        fake_mode=fake_mode,
-        assumptions=Assumptions(internals.guards_of(frame.__code__), state),
-        frame_globals=frame_globals,
-        asked_modes=recorded.asked_modes,
-        seconds=time.perf_counter() - start,
-        backend_result=recorded.backend_result,
-    )
+    return describe_outputs(call.returned, texts, sources, sizes, owner=owner)
 
 
 def eval_source(source: str, scope: Mapping[str, Any], frame_globals: Mapping[str, Any]) -> Any:
@@ -324,21 +349,7 @@ def _meanings_of_symbols(
     return meanings
 
 
-def _graph_input(
-    node: torch.fx.Node,
-    source: str,
-    scope: Mapping[str, Any],
-    frame_globals: Mapping[str, Any],
-    tensor_index: Mapping[int, int],
-    meaning_of_symbol: Mapping[sympy.Symbol, str | int],
-    shape_env: internals.ShapeEnv,
-    owner: str,
-) -> GraphInput:
-    example = node.meta["example_value"]
-    if isinstance(example, torch.SymInt):
-        expression = named_expression(example.node.expr, meaning_of_symbol)
-        return GraphInput(InputKind.SIZE, size=internals.print_expression(expression))
-    value = eval_source(source, scope, frame_globals)
+def _tensor_input(source: str, value: Any, tensor_index: Mapping[int, int], owner: str) -> GraphInput:
     if id(value) in tensor_index:
         return GraphInput(InputKind.ACTIVATION, tensor_index=tensor_index[id(value)])
     if not isinstance(value, torch.Tensor):
@@ -350,46 +361,29 @@ def _graph_input(
     return GraphInput(kind, source=source)
 
 
-def named_expression(expression: sympy.Basic, meaning_of_symbol: Mapping[sympy.Symbol, str | int]) -> sympy.Basic:
-    """Return an expression over symbols named like the dims."""
-    meanings = {
-        symbol: dim_symbol(meaning) if isinstance(meaning, str) else sympy.Integer(meaning)
-        for symbol, meaning in meaning_of_symbol.items()
-    }
-    return expression.xreplace(meanings)
-
-
-def dim_symbol(name: str) -> sympy.Symbol:
-    """Return the symbol that stands for a named dim, or for the variable that holds its size."""
-    return sympy.Symbol(name, integer=True, positive=True)
-
-
-def _relations(
-    shape_env: internals.ShapeEnv, meaning_of_symbol: Mapping[sympy.Symbol, str | int], *, of_ops: bool
-) -> tuple[Relation, ...]:
+def _relations(sizes: Sizes, *, of_ops: bool) -> tuple[Relation, ...]:
     relations: dict[sympy.Basic, Relation] = {}
-    for guard in internals.shape_guards(shape_env):
+    for guard in internals.shape_guards(sizes.shape_env):
         # An op that asks for equal sizes fails with others, whatever their layout.
         if of_ops is not (guard.is_of_an_op and not isinstance(guard.relation, sympy.Eq)):
             continue
-        if not guard.relation.free_symbols <= meaning_of_symbol.keys():
+        if not guard.relation.free_symbols <= sizes.meaning_of_symbol.keys():
             continue  # of a size that follows from no input: the graph holds its own assertion
-        expression = named_expression(guard.relation, meaning_of_symbol)
+        expression = sizes.named(guard.relation)
         if expression not in (sympy.true, True):
             relations.setdefault(expression, Relation(expression, guard.user_line))
     return tuple(relations.values())
 
 
-def _relations_at_one(
-    graph: torch.fx.GraphModule, shape_env: internals.ShapeEnv, meaning_of_symbol: Mapping[sympy.Symbol, str | int]
-) -> tuple[Relation, ...]:
+def _relations_at_one(graph: torch.fx.GraphModule, sizes: Sizes) -> tuple[Relation, ...]:
     """Return the named dims that may not be 1, one by one and all at once, with the op that sees it."""
-    dims = sorted({meaning for meaning in meaning_of_symbol.values() if isinstance(meaning, str)})
-    sizes = internals.traced_values(shape_env)
+    meanings = sizes.meaning_of_symbol
+    dims = sorted({meaning for meaning in meanings.values() if isinstance(meaning, str)})
+    traced = internals.traced_values(sizes.shape_env)
     relations: list[Relation] = []
     for chosen in [*([dim] for dim in dims), dims][: None if len(dims) > 1 else 1]:
-        symbols = [symbol for symbol, meaning in meaning_of_symbol.items() if meaning in chosen]
-        problem = departs_at_one(graph, symbols, sizes, shape_env)
+        symbols = [symbol for symbol, meaning in meanings.items() if meaning in chosen]
+        problem = departs_at_one(graph, symbols, traced, sizes.shape_env)
         if problem is not None:
             none_is_one: list[Any] = [sympy.Ne(dim_symbol(dim), 1) for dim in chosen]
             relations.append(Relation(sympy.Or(*none_is_one), problem))
@@ -416,8 +410,7 @@ def _trace_error(error: BaseException, recorded: _Recorded, owner: str, argument
 
 
 def _readable_state(sources: str) -> str:
-    text = re.sub(r"\._modules\['(\w+)'\]", r".\1", sources.replace(f"L['{TARGET}']", "self"))
-    text = re.sub(r"G\['__import_(\w+)'\]", lambda match: match.group(1).replace("_dot_", "."), text)
+    text = re.sub(r"G\['__import_(\w+)'\]", lambda match: match.group(1).replace("_dot_", "."), readable(sources))
     return re.sub(r"[GL]\['(\w+)'\]", r"\1", text)
 
 
