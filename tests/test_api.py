@@ -660,5 +660,5 @@ def test_report_tells_levels_pieces_and_calls() -> None:
     report = piecework.report(call)
     assert (report.num_pieces, report.num_capturable_pieces, report.num_unique_pieces) == (3, 2, 2)
     text = str(report)
-    assert "attend: level 3 (PIECEWISE)" in text and "1 calls answered by the original forward: zero rows" in text
+    assert "attend: level 3 (PIECEWISE)" in text and "1 call answered by the original forward: zero rows" in text
     assert models.OPS[0].partition("::")[0] in report.source or "attn" in report.source

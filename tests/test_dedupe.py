@@ -113,7 +113,7 @@ def last_only(model: Any, y: torch.Tensor) -> Any:
         (lambda m, y: m.apart.add_(y[0]) * 2, lambda m, y: m.apart.add(y[0]) * 2, "add_ / add"),
         (both, last_only, None),
         (lambda m, y: TWICE(y), lambda m, y: THRICE(y), "scaled"),
-        (lambda m, y: y.sin().cos(), lambda m, y: y.sin(), "nodes"),
+        (lambda m, y: y.sin().cos(), lambda m, y: y.sin(), "inputs and ops"),
     ],
 )
 def test_pieces_that_differ_compile_apart(first: Part, second: Part, words: str | None) -> None:

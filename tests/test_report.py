@@ -80,7 +80,7 @@ def test_pieces_that_are_alike_need_no_words() -> None:
     assert report.why_so_many is None
     (piece,) = report.pieces
     assert (piece.name, piece.places, piece.num_nodes, piece.compiler) == ("piece_0", (0, 1, 2, 3), 1, "eager")
-    assert "piece_0: 1 nodes, stands 4 times, eager" in str(report)
+    assert "piece_0: 1 node, stands in 4 places, eager" in str(report)
     assert len(piece.key) == 64
 
 
@@ -127,7 +127,7 @@ def test_calls_answered_eagerly_are_counted_by_reason() -> None:
         compiled(rows(4).double())
     report = piecework.report(compiled)
     assert dict(report.num_eager_calls) == {"zero rows": 1, "departure from the trace": 1}
-    assert "1 calls answered by the original forward: zero rows" in str(report)
+    assert "1 call answered by the original forward: zero rows" in str(report)
 
 
 def test_level_2_is_one_piece() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import piecework
 from models import Linear, assert_same, both_levels, compiled, refuses, rows
-from piecework import CompileError, PieceworkWarning, counters
+from piecework import CompileError, PieceworkWarning, TraceDepartureError, counters
 
 LOG: list[int] = []
 COUNT = 0
@@ -194,7 +194,10 @@ def test_slice_of_a_fixed_buffer_is_no_fixed_dim(level: int) -> None:
     with counters.expect(num_graphs_seen=1):
         for n in (4, 1, 64):
             assert_same(call, model, rows(n))
-    refuses(call, rows(65), match="rows = 65")
+    # torch 2.11 leaves an assertion in the graph, and no guard.
+    refused = pytest.raises((TraceDepartureError, RuntimeError), match="rows = 65|u0 <= 64")
+    with refused:
+        call(rows(65))
 
 
 @both_levels

@@ -310,8 +310,10 @@ def forward_of(model: Any, what: str) -> Forward:
         return forward
     if getattr(type(model), "__piecework_decoration__", None) is not None:
         raise ConfigError(f"{what}: this {type(model).__qualname__} has not been called yet")
+    kind = type(model).__qualname__
+    hint = "; for torch.compile(backend='piecework') look at piecework.counters" if isinstance(model, nn.Module) else ""
     raise ConfigError(
-        f"{what} takes what piecework.compile returned, or an instance of a decorated class, got {model!r}"
+        f"{what} takes what piecework.compile returned, or an instance of a decorated class, got a {kind}{hint}"
     )
 
 

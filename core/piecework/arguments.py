@@ -116,11 +116,19 @@ def _is_tensor_annotation(annotation: Any, namespace: Mapping[str, Any]) -> bool
         except (NameError, AttributeError, SyntaxError, TypeError):
             # A name that exists for type checkers only, or syntax newer than this Python.
             words = annotation.replace("Optional[", "").replace("]", "").replace("None", "").replace("|", " ").split()
-            return words in (["torch.Tensor"], ["Tensor"])
+            return len(words) == 1 and words[0].removeprefix("torch.") in _TENSOR_NAMES
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         members = [member for member in typing.get_args(annotation) if member is not type(None)]
         return len(members) == 1 and _is_tensor_annotation(members[0], namespace)
-    return isinstance(annotation, type) and issubclass(annotation, torch.Tensor)
+    # Models of transformers write torch.LongTensor, which is a type of its own and no class of tensors.
+    is_tensor_type = isinstance(annotation, type(torch.LongTensor))
+    return is_tensor_type or isinstance(annotation, type) and issubclass(annotation, torch.Tensor)
+
+
+_TENSOR_NAMES = (
+    *("Tensor", "LongTensor", "IntTensor", "ShortTensor", "CharTensor", "ByteTensor", "BoolTensor"),
+    *("FloatTensor", "DoubleTensor", "HalfTensor", "BFloat16Tensor"),
+)
 
 
 def _nothing_varies(owner: str, arguments: list[str]) -> ConfigError:

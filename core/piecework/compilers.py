@@ -145,9 +145,11 @@ def _repro_hint(piece: Piece, failure: PieceworkError, config: CompilationConfig
 
 def _say_that_nobody_compiles(config: CompilationConfig, manager: PluginManager, owner: str) -> None:
     if config.piece_compiler is None and not manager.names_of_compilers() and is_first_time("no piece compiler"):
+        left_out = [f"{info.name} is {info.state}: {info.cause}" for info in manager.infos() if info.state != "active"]
         text = (
-            f"no piece compiler is installed, so the pieces of {owner} run op by op; install one of those that the "
-            'README lists under "Piece compilers", or set piece_compiler="eager" to say that this is meant'
+            f"no piece compiler is there, so the pieces of {owner} run op by op; install one of those that the README "
+            'lists under "Piece compilers", or set piece_compiler="eager" to say that this is meant'
+            + "".join(f" ({what})" for what in left_out)
         )
         warnings.warn(PieceworkWarning(text), stacklevel=2)
 

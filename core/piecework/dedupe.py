@@ -179,7 +179,7 @@ CanonicalRows = tuple[Row, ...]
 def explain_difference(one: CanonicalForm, other: CanonicalForm) -> str | None:
     """Return in words the first difference between two pieces; None where they are the same."""
     if len(one.rows) != len(other.rows):
-        return f"they have {len(one.rows)} and {len(other.rows)} nodes"
+        return f"one has {len(one.rows)} inputs and ops, the other {len(other.rows)}"
     for a, b, name in zip(one.rows, other.rows, one.names, strict=True):
         if a == b:
             continue

@@ -57,6 +57,7 @@ def piecework_backend(
     argument = CompilationConfig(**dict(options)) if options else None
     settings = resolve_settings(argument, default_level=CompilationLevel.PIECEWISE)
     manager = plugin_manager()
+    manager.check_options(settings.config)
     if settings.level is not CompilationLevel.PIECEWISE:
         return graph.forward
     with compile_lock:

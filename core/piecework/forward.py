@@ -131,6 +131,7 @@ class Forward:
         """Return what answers calls from now on; None where this call has zero rows and can't be traced."""
         settings = resolve_settings(self.config, default_level=self.default_level)
         manager = plugin_manager()
+        manager.check_options(settings.config)
         self.settings = settings
         if settings.level is CompilationLevel.NO_COMPILATION:
             return self.with_self(self.original)
@@ -232,7 +233,9 @@ class _Builder:
         unique = self.timed("dedupe", lambda: self.deduplicate(split))
         compiled = self.timed("compile", lambda: self.compile_unique(unique))
         run = self.straight_line(split, [one.run for one in self.by_place(compiled)])
-        exact = self.timed("compile exact sizes", lambda: self.exact_runs(split, compiled))
+        exact: dict[Any, StraightLine] = {}
+        if self.settings.config.compile_sizes:
+            exact = self.timed("compile exact sizes", lambda: self.exact_runs(split, compiled))
         self.log_summary(split, compiled)
         return self.finish(run, exact, self.fallback(split, compiled), split.effects, split, compiled)
 
@@ -414,7 +417,7 @@ def _dynamo_as_is(target: Callable[..., Any]) -> Callable[..., Any]:
     Dynamo limits how often one code object is compiled, which many instances of a class would reach.
     """
     namespace: dict[str, Any] = {"__builtins__": builtins, TARGET: target}
-    source = f"def forward(*args, **kwargs):\n    return {TARGET}(*args, **kwargs)\n"
+    source: str = f"def forward(*args, **kwargs):\n    return {TARGET}(*args, **kwargs)\n"
     filename = "<piecework level 1>"
     exec(compile(source, filename, "exec"), namespace)
     # torch 2.11 puts a function of its own, whose code all would share, around one without a source.

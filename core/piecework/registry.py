@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from piecework.answers import CHECKS, recording
-from piecework.errors import PluginError, PluginWarning
+from piecework.errors import ConfigError, PluginError, PluginWarning
 from piecework.implementations import Implementation, make_caller, read_implementations
 from piecework.loading import (
     RESERVED_NAMES,
@@ -239,6 +239,17 @@ class PluginManager:
         if len(names) > 1 and not self._said_who_is_asked:
             self._said_who_is_asked = True
             logger.info("pieces are offered to %s, in this order; piece_compiler chooses one", ", ".join(names))
+
+    def check_options(self, config: CompilationConfig) -> None:
+        """Check that the plugins that ``plugin_options`` names are there; each checks what its own say.
+
+        Raises:
+            ConfigError: one is not installed.
+        """
+        known = {info.name: info.distribution or "" for info in self.infos()}
+        for name in config.plugin_options:
+            if name not in known:
+                raise ConfigError(f"plugin_options: {not_installed(name, known)}")
 
     def names_of_compilers(self) -> tuple[str, ...]:
         """Return the plugins that compile pieces, in the order of asking; a wrapper does not count."""

@@ -28,7 +28,7 @@ from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import TensorProperty, TensorPropertySource
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.fx.experimental import _config as symbolic_shapes_config
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, ShapeEnv, free_unbacked_symbols
 from torch.fx.graph_module import _format_import_block
@@ -43,6 +43,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 __all__ = [
     "ConstraintViolationError",
+    "DataDependentOutputException",
     "FakeTensor",
     "FakeTensorMode",
     "InternalTorchDynamoError",
@@ -146,7 +147,7 @@ def _changes(graph: Any) -> list[str]:
 
 def _source_name(source: Any) -> str:
     try:
-        return source.name if isinstance(source.name, str) else source.name()
+        return source.name
     except NotImplementedError:  # a temporary of Dynamo's own
         return "a temporary"
 

@@ -72,7 +72,13 @@ def _table(infos: tuple[PluginInfo, ...]) -> Table:
             info.name,
             f"{info.distribution} {info.version}",
             "\n".join(hook.removeprefix("piecework_") for hook in info.hooks),
-            Text(info.state if info.cause is None else f"{info.state}: {info.cause}"),  # Brackets are no markup.
+            Text(
+                info.state
+                if info.cause is None
+                else info.cause
+                if info.state == "blocked"
+                else f"{info.state}: {info.cause}"
+            ),  # Brackets are no markup.
             f"{info.load_s * 1e3:.1f} ms" if info.state != "blocked" else "",
         )
     return table

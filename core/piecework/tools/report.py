@@ -74,12 +74,12 @@ class Report:
             lines.append("  start-up: " + ", ".join(f"{stage} {s:.2f} s" for stage, s in self.stage_seconds.items()))
         if self.level is CompilationLevel.PIECEWISE and self.num_pieces:
             lines.append(
-                f"  {self.num_pieces} pieces, {self.num_capturable_pieces} between splitting ops, "
+                f"  {_count(self.num_pieces, 'piece')}, {self.num_capturable_pieces} between splitting ops, "
                 f"{self.num_unique_pieces} unique"
             )
             for piece in self.pieces:
                 lines.append(
-                    f"    {piece.name}: {piece.num_nodes} nodes, stands {len(piece.places)} times, {piece.compiler}, "
+                    f"    {piece.name}: {_count(piece.num_nodes, 'node')}, stands in {_count(len(piece.places), 'place')}, {piece.compiler}, "
                     f"{piece.seconds:.2f} s" + (f"; {piece.differs}" if piece.differs else "")
                 )
             if (summary := self.why_so_many) is not None:
@@ -87,19 +87,23 @@ class Report:
         for relation in self.relations:
             lines.append(f"  holds for {relation}")
         for reason, count in dict(self.num_eager_calls).items():
-            lines.append(f"  {count} calls answered by the original forward: {reason}")
+            lines.append(f"  {_count(count, 'call')} answered by the original forward: {reason}")
         if self.num_rebindings:
-            lines.append(f"  {self.num_rebindings} times bound to replaced parameters")
+            lines.append(f"  bound to replaced parameters {_count(self.num_rebindings, 'time')}")
         return lines
 
     @property
     def why_so_many(self) -> str | None:
         """Return in words why pieces that look alike are not the same; None where nothing is odd."""
         reasons = Counter(piece.differs for piece in self.pieces if piece.differs and "/" in piece.differs)
-        alike = [piece for piece in self.pieces if piece.differs and "nodes" not in piece.differs]
+        alike = [piece for piece in self.pieces if piece.differs and "inputs and ops" not in piece.differs]
         if len(alike) < 2 or not reasons:
             return None
         return f"{self.num_capturable_pieces} pieces, {self.num_unique_pieces} unique: {reasons.most_common(1)[0][0]}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def report(model: Any) -> Report:

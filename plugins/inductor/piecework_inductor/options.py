@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -42,7 +43,11 @@ def read_options(config: CompilationConfig) -> InductorOptions:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        known = ", ".join(InductorOptions.model_fields)
+        known = list(InductorOptions.model_fields)
+        near = difflib.get_close_matches(where, known, n=1) if first["type"] == "extra_forbidden" else []
+        what = "there is no such option" if first["type"] == "extra_forbidden" else first["msg"]
+        hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
-            f"plugin_options['inductor'].{where}: {first['msg']}, got {first['input']!r}; the options are {known}"
-        ) from error
+            f"plugin_options['inductor'].{where}: {what}, got {first['input']!r}{hint}; the options are "
+            f"{', '.join(known)}"
+        ) from None
