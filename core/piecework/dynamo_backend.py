@@ -19,9 +19,9 @@ from piecework.config import CompilationConfig
 from piecework.config_checks import CompilationLevel
 from piecework.counting import counters
 from piecework.dedupe import deduplicate
-from piecework.entry import NO_STATE, without_gradients
 from piecework.errors import ConfigError
 from piecework.forward import compile_lock, count_pieces, splitting_ops
+from piecework.gradients import without_gradients
 from piecework.inputs import GraphInput, GraphInputs, Sizes
 from piecework.pieces import InputKind
 from piecework.plugins import plugin_manager
@@ -116,6 +116,6 @@ def _called_by_dynamo(
     def call(*args: Any) -> Any:
         sizes = [args[position] if dim is None else args[position].size(dim) for position, dim in readers]
         given = (*(args[position] for position in positions), *sizes)
-        return without_gradients(run, NO_STATE, given) if with_gradients else run(*given)
+        return without_gradients(run, (), given) if with_gradients else run(*given)
 
     return call
