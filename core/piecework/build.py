@@ -24,7 +24,7 @@ from piecework.inputs import GraphInputs
 from piecework.pieces import SplittingOp
 from piecework.plugins import PluginManager
 from piecework.process_settings import attention_ops, compile_context
-from piecework.run import StraightLine, straight_line, whole_graph
+from piecework.run import Runs, StraightLine, straight_line, whole_graph
 from piecework.settings import Settings
 from piecework.split import SplitGraph, split_graph
 from piecework.state import BoundState
@@ -77,10 +77,11 @@ class Builder:
         assert function is not None
         effects = find_effects(self.trace.graph, self.trace.fake_mode)
         run = whole_graph(function, effects, self.inputs, name=self.owner)
-        fallback = None
+        runs = Runs(run)
         if relations := self.loose_relations(effects):
-            fallback = whole_graph(self.trace.graph.forward, effects, self.inputs, name=self.owner), relations
-        return self.finish(run, {}, fallback, effects, None, [])
+            by_ops = whole_graph(self.trace.graph.forward, effects, self.inputs, name=self.owner)
+            runs = Runs(run, uncompiled=by_ops, needed=relations)
+        return self.finish(runs, effects, None, [])
 
     def piecewise(self) -> Compiled:
         split = self.timed("split", self.split)
@@ -89,7 +90,9 @@ class Builder:
         run = self.straight_line(split, [one.run for one in by_place(compiled)])
         exact = self.timed("compile exact sizes", lambda: self.exact_runs(split, compiled))
         self.log_summary(split, compiled)
-        return self.finish(run, exact, self.fallback(split, compiled), split.effects, split, compiled)
+        needed = self.needed_relations(split, compiled)
+        uncompiled = self.straight_line(split, [step.graph.forward for step in split.pieces]) if needed else None
+        return self.finish(Runs(run, exact, uncompiled, needed), split.effects, split, compiled)
 
     def timed(self, stage: str, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()
@@ -114,10 +117,8 @@ class Builder:
         config = self.settings.config
         return compile_pieces(unique, config, self.manager, self.trace.shape_env, owner=self.owner)
 
-    def fallback(
-        self, split: SplitGraph, compiled: Sequence[CompiledUniquePiece]
-    ) -> tuple[StraightLine, list[Relation]] | None:
-        """Return what runs at sizes that the compiled code is not made for though the trace is, and when."""
+    def needed_relations(self, split: SplitGraph, compiled: Sequence[CompiledUniquePiece]) -> list[Relation]:
+        """Return what compiled code relies on besides the trace: other sizes run uncompiled."""
         needed = self.loose_relations(split.effects)
         for one in compiled:
             for relation in one.added_relations:
@@ -127,11 +128,10 @@ class Builder:
                     known = (other.expression for other in (*needed, *self.trace.relations))
                     if named != sympy.true and named not in known:
                         needed.append(Relation(named, f"the compiled code of {one.unique.piece.name}"))
-        if not needed:
-            return None
-        conditions = " and ".join(internals.print_expression(relation.expression) for relation in needed)
-        logger.info("%s: the compiled pieces hold for %s; other sizes run uncompiled", self.owner, conditions)
-        return self.straight_line(split, [step.graph.forward for step in split.pieces]), needed
+        if needed:
+            conditions = " and ".join(internals.print_expression(relation.expression) for relation in needed)
+            logger.info("%s: the compiled pieces hold for %s; other sizes run uncompiled", self.owner, conditions)
+        return needed
 
     def straight_line(self, split: SplitGraph, runs: Sequence[Callable[..., Any]]) -> StraightLine:
         return straight_line(split, runs, self.inputs, name=self.owner)
@@ -183,27 +183,21 @@ class Builder:
             logger.info("%s: nothing here captures graphs, so sizes %s run uncaptured", self.owner, list(sizes))
 
     def finish(
-        self,
-        run: StraightLine,
-        exact: dict[Any, StraightLine],
-        fallback: tuple[StraightLine, list[Relation]] | None,
-        effects: Effects,
-        split: SplitGraph | None,
-        compiled: list[CompiledUniquePiece],
+        self, runs: Runs, effects: Effects, split: SplitGraph | None, compiled: list[CompiledUniquePiece]
     ) -> Compiled:
         traced, forward = self.trace, self.forward
-        sources = {name: str(traced.inputs[node].source) for node, name in run.bound_names.items()}
+        sources = {name: str(traced.inputs[node].source) for node, name in runs.general.bound_names.items()}
         sources.update(traced.outputs.returned_inputs)
         target = traced.assumptions.scope[TARGET]
         watch = Watch(target if isinstance(target, torch.nn.Module) else None)
-        namespaces = [run.namespace, *(line.namespace for line in exact.values())]
-        if fallback is not None:
-            namespaces.append(fallback[0].namespace)
         check_all = self.settings.config.check_parameters == "always"
-        state = BoundState(sources, namespaces, traced.assumptions, watch, traced.frame_globals, check_all=check_all)
+        state = BoundState(
+            sources, runs.namespaces, traced.assumptions, watch, traced.frame_globals, check_all=check_all
+        )
         entry = make_entry(
-            *(traced, state, run.function, {size: line.function for size, line in exact.items()}),
-            (fallback[0].function, fallback[1]) if fallback is not None else None,
+            traced,
+            state,
+            runs,
             takes_self=forward.takes_self,
             original=forward.original,
             used_tensors=self.inputs.tensor_indices,
@@ -216,8 +210,8 @@ class Builder:
         for name in traced.outputs.returned_inputs:
             entry.namespace[name] = None
         state.note_addresses()
-        logger.debug("%s: generated\n%s\n%s", self.owner, entry.source, run.source)
-        return Compiled(self.settings.level, traced, entry, state, run, self.seconds, split, compiled)
+        logger.debug("%s: generated\n%s\n%s", self.owner, entry.source, runs.general.source)
+        return Compiled(self.settings.level, traced, entry, state, runs.general, self.seconds, split, compiled)
 
 
 def by_place(compiled: Sequence[CompiledUniquePiece]) -> list[CompiledUniquePiece]:

@@ -17,6 +17,7 @@ import torch
 from piecework import torch_internals as internals
 from piecework.arguments import ConstantSpec, ContainerSpec, Spec, TensorSpec
 from piecework.gradients import without_gradients
+from piecework.run import Runs
 from piecework.state import BoundState
 from piecework.tensor_checks import TensorChecks, autocast_state, layout_condition, overlap
 from piecework.trace import Relation, Trace
@@ -34,9 +35,7 @@ class Entry:
 def make_entry(
     trace: Trace,
     state: BoundState,
-    run: Callable[..., Any],
-    exact_runs: dict[Any, Callable[..., Any]],
-    fallback: tuple[Callable[..., Any], Sequence[Relation]] | None,
+    runs: Runs,
     *,
     takes_self: bool,
     original: Callable[..., Any],
@@ -51,9 +50,7 @@ def make_entry(
     Args:
         trace: form of the call, relations between sizes, form of the result.
         state: the model's state that the run is bound to.
-        run: called as ``run(*used tensors, *sizes)``; returns the graph's outputs.
-        exact_runs: the same for exact sizes; keyed by the size, a tuple where there are several dims.
-        fallback: what runs, uncompiled, where one of the relations that compiled code needs does not hold.
+        runs: the generated code, called as ``run(*used tensors, *sizes)``; returns the graph's outputs.
         takes_self: the function is the ``__call__`` of a module.
         original: called instead while another trace passes through.
         used_tensors: positions of the tensor arguments that ``run`` takes.
@@ -64,9 +61,9 @@ def make_entry(
     """
     checks = TensorChecks(trace.arguments)
     namespace: dict[str, Any] = {
-        "_pw_run": run,
-        "_pw_exact": exact_runs,
-        "_pw_uncompiled": fallback[0] if fallback is not None else None,
+        "_pw_run": runs.general.function,
+        "_pw_exact": {size: line.function for size, line in runs.exact.items()},
+        "_pw_uncompiled": runs.uncompiled.function if runs.uncompiled is not None else None,
         "_pw_is_compiling": torch.compiler.is_compiling,
         "_pw_original": original,
         "_pw_depart": depart,
@@ -87,8 +84,7 @@ def make_entry(
         **trace.outputs.constants,
     }
     checks.attach(namespace)
-    needed = fallback[1] if fallback is not None else ()
-    source = _Generator(trace, state, namespace, takes_self, needed, used_tensors, written_tensors).source()
+    source = _Generator(trace, state, namespace, takes_self, runs.needed, used_tensors, written_tensors).source()
     filename = f"<piecework entry of {owner}>"
     exec(compile(source, filename, "exec"), namespace)
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
