@@ -12,7 +12,7 @@ import piecework
 from piecework import CompilationConfig, CompiledPiece, Piece, SplittingOp, hookimpl
 from piecework import torch_internals as internals
 from piecework.api import forward_of
-from piecework.forward import Compiled
+from piecework.build import Compiled
 from piecework.split import EagerStep, PieceStep, SplitGraph
 
 # --- ops by torch.library.custom_op -------------------------------------------------------------

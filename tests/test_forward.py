@@ -22,7 +22,7 @@ from piecework import (
     counters,
     testing,
 )
-from piecework.forward import size_values
+from piecework.build import size_values
 from piecework.torch_internals import FakeTensor
 
 

@@ -14,14 +14,15 @@ import sympy
 import torch
 
 from piecework import torch_internals as internals
+from piecework.build import by_place, count_pieces, splitting_ops
 from piecework.compilers import compile_pieces
 from piecework.config import CompilationConfig
 from piecework.config_checks import CompilationLevel
 from piecework.counting import counters
 from piecework.dedupe import deduplicate
-from piecework.entry import NO_STATE, without_gradients
 from piecework.errors import ConfigError
-from piecework.forward import compile_lock, count_pieces, splitting_ops
+from piecework.forward import compile_lock
+from piecework.gradients import without_gradients
 from piecework.inputs import GraphInput, GraphInputs, Sizes
 from piecework.pieces import InputKind
 from piecework.plugins import plugin_manager
@@ -74,8 +75,7 @@ def piecework_backend(
         counters.num_unique_pieces += len(unique)
         with internals.outside_of_tracing():
             compiled = compile_pieces(unique, settings.config, manager, fake_mode.shape_env, owner="graph")
-        runs = {place: one.run for one in compiled for place in one.unique.places}
-        line = straight_line(split, [runs[i] for i in range(len(runs))], inputs, name="graph")
+        line = straight_line(split, [one.run for one in by_place(compiled)], inputs, name="graph")
     return _called_by_dynamo(line.function, inputs.tensor_indices, list(readers.values()))
 
 
@@ -117,6 +117,6 @@ def _called_by_dynamo(
     def call(*args: Any) -> Any:
         sizes = [args[position] if dim is None else args[position].size(dim) for position, dim in readers]
         given = (*(args[position] for position in positions), *sizes)
-        return without_gradients(run, NO_STATE, given) if with_gradients else run(*given)
+        return without_gradients(run, (), given) if with_gradients else run(*given)
 
     return call

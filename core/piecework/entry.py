@@ -7,21 +7,20 @@ the traced call leaves through ``depart``.
 from __future__ import annotations
 
 import inspect
-import itertools
 import linecache
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from piecework import torch_internals as internals
-from piecework.arguments import Arguments, ConstantSpec, ContainerSpec, Spec, TensorSpec
-from piecework.errors import GradientNotSupported
+from piecework.arguments import ConstantSpec, ContainerSpec, Spec, TensorSpec
+from piecework.gradients import without_gradients
+from piecework.run import Runs
 from piecework.state import BoundState
+from piecework.tensor_checks import TensorChecks, autocast_state, layout_condition, overlap
 from piecework.trace import Relation, Trace
-
-MAX_CHECK_VARIANTS = 8
 
 
 @dataclass
@@ -36,9 +35,7 @@ class Entry:
 def make_entry(
     trace: Trace,
     state: BoundState,
-    run: Callable[..., Any],
-    exact_runs: dict[Any, Callable[..., Any]],
-    fallback: tuple[Callable[..., Any], Sequence[Relation]] | None,
+    runs: Runs,
     *,
     takes_self: bool,
     original: Callable[..., Any],
@@ -53,9 +50,7 @@ def make_entry(
     Args:
         trace: form of the call, relations between sizes, form of the result.
         state: the model's state that the run is bound to.
-        run: called as ``run(*used tensors, *sizes)``; returns the graph's outputs.
-        exact_runs: the same for exact sizes; keyed by the size, a tuple where there are several dims.
-        fallback: what runs, uncompiled, where one of the relations that compiled code needs does not hold.
+        runs: the generated code, called as ``run(*used tensors, *sizes)``; returns the graph's outputs.
         takes_self: the function is the ``__call__`` of a module.
         original: called instead while another trace passes through.
         used_tensors: positions of the tensor arguments that ``run`` takes.
@@ -66,9 +61,9 @@ def make_entry(
     """
     checks = TensorChecks(trace.arguments)
     namespace: dict[str, Any] = {
-        "_pw_run": run,
-        "_pw_exact": exact_runs,
-        "_pw_uncompiled": fallback[0] if fallback is not None else None,
+        "_pw_run": runs.general.function,
+        "_pw_exact": {size: line.function for size, line in runs.exact.items()},
+        "_pw_uncompiled": runs.uncompiled.function if runs.uncompiled is not None else None,
         "_pw_is_compiling": torch.compiler.is_compiling,
         "_pw_original": original,
         "_pw_depart": depart,
@@ -89,8 +84,7 @@ def make_entry(
         **trace.outputs.constants,
     }
     checks.attach(namespace)
-    needed = fallback[1] if fallback is not None else ()
-    source = _Generator(trace, state, namespace, takes_self, needed, used_tensors, written_tensors).source()
+    source = _Generator(trace, state, namespace, takes_self, runs.needed, used_tensors, written_tensors).source()
     filename = f"<piecework entry of {owner}>"
     exec(compile(source, filename, "exec"), namespace)
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
@@ -218,7 +212,7 @@ class _Generator:
         for condition, problem in self.equalities:
             self.lines += [f"if not {condition}:", f"    return _pw_depart({problem}, {self.leave})"]
         for spec in self.trace.arguments.tensors:
-            if (condition := _layout_condition(spec, self.sizes)) is not None:
+            if (condition := layout_condition(spec, self.sizes)) is not None:
                 values = "".join(f"{name}, " for name in self.trace.arguments.specs)
                 self.lines += [
                     f"if not {condition} and (_pw_problem := _pw_explain(({values}))) is not None:",
@@ -286,7 +280,7 @@ class _Generator:
             run = f"(_pw_exact.get({key}) or {run})"
         self.lines += [
             "if _pw_grad_enabled():",
-            f"    _pw_o = _pw_without_gradients({run}, _pw_state, ({given},))",
+            f"    _pw_o = _pw_without_gradients({run}, _pw_state.tensors, ({given},))",
             "else:",
             f"    _pw_o = {run}({given})",
             f"return {self.trace.outputs.text}",
@@ -295,101 +289,6 @@ class _Generator:
 
 def _escaped(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
-
-
-def _layout_condition(spec: TensorSpec, sizes: dict[str, str]) -> str | None:
-    """Return the check of strides that depend on a size that varies; torch's own check leaves them out."""
-    if None not in _checked_strides(spec):
-        return None
-    if spec.dense_order == tuple(range(len(spec.dims))):
-        return f"{spec.path}.is_contiguous()"
-    strides = []
-    for dim in range(len(spec.dims)):
-        assert spec.dense_order is not None
-        inner = spec.dense_order[spec.dense_order.index(dim) + 1 :]
-        strides.append(" * ".join(str(sizes.get(str(spec.dims[i]), spec.dims[i])) for i in inner) or "1")
-    return f"{spec.path}.stride() == ({', '.join(strides)},)"
-
-
-def _checked_strides(spec: TensorSpec) -> list[int | None]:
-    """Return the strides that do not depend on a size that varies; None for the others."""
-    if spec.dense_order is None:
-        return list(spec.strides)
-    strides: list[int | None] = [None] * len(spec.dims)
-    step: int | None = 1
-    for dim in reversed(spec.dense_order):
-        strides[dim] = step
-        size = spec.dims[dim]
-        step = step * max(size, 1) if step is not None and isinstance(size, int) else None
-    return strides
-
-
-class TensorChecks:
-    """Checks tensors by torch's compiled guards; a no is asked again in Python, which decides.
-
-    The compiled guards also say no to what is harmless here (a tensor made under inference mode,
-    one row with other strides); once found harmless, such a form has a guard of its own.
-    """
-
-    def __init__(self, arguments: Arguments) -> None:
-        self.arguments = arguments
-        self.autocast = autocast_state()
-        self.variants: list[Callable[..., bool]] = []
-        self.namespace: dict[str, Any] = {}
-
-    def attach(self, namespace: dict[str, Any]) -> None:
-        """Put the check that is tried first into the namespace of an entry."""
-        self.namespace = namespace
-        namespace["_pw_check"] = lambda *_: False
-
-    def explain(self, values: Sequence[Any]) -> str | None:
-        """Return how the values differ from the traced ones; None, and a new variant, if they don't."""
-        now = autocast_state()
-        if now != self.autocast:
-            return f"autocast was {dict(self.autocast) or 'off'} when traced, now it is {dict(now) or 'off'}"
-        problem = self.arguments.explain(values)
-        if problem is None:
-            scope = dict(zip(self.arguments.specs, values, strict=True))
-            tensors = [eval(spec.path, scope) for spec in self.arguments.tensors]  # noqa: S307 - paths of our own
-            self.learn(tensors)
-        return problem
-
-    def learn(self, tensors: Sequence[torch.Tensor]) -> None:
-        check = next((variant for variant in self.variants if variant(*tensors)), None)
-        specs = self.arguments.tensors
-        strides = [_checked_strides(spec) for spec in specs]
-        if any(
-            step is not None and step != tensor.stride(dim)
-            for steps, tensor in zip(strides, tensors, strict=True)
-            for dim, step in enumerate(steps)
-        ):
-            return  # a single row may have any stride: nothing to learn for other sizes
-        if check is None:
-            sizes = [[size if isinstance(size, int) else None for size in spec.dims] for spec in specs]
-            check = internals.tensor_check(tensors, sizes, strides)
-            self.variants = [check, *self.variants[: MAX_CHECK_VARIANTS - 1]]
-        self.namespace["_pw_check"] = check
-
-
-def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
-    """Return the device kinds for which autocast is on, each with its dtype."""
-    kinds = ("cpu", "cuda", "xpu", "mps")
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
-
-
-def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the address ranges of two tensors meet."""
-    if a is b:
-        return True
-    if a.device != b.device or not a.numel() or not b.numel():
-        return False
-    start_a, start_b = a.data_ptr(), b.data_ptr()
-    return start_a < start_b + _span(b) and start_b < start_a + _span(a)
-
-
-def _span(tensor: torch.Tensor) -> int:
-    steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (1 + sum(steps)) * tensor.element_size()
 
 
 def _parameters_text(signature: inspect.Signature, namespace: dict[str, Any]) -> str:
@@ -411,65 +310,3 @@ def _parameters_text(signature: inspect.Signature, namespace: dict[str, Any]) ->
     if previous is inspect.Parameter.POSITIONAL_ONLY:
         texts.append("/")
     return ", ".join(texts)
-
-
-# --- gradients --------------------------------------------------------------------------------
-
-
-class GradientState(Protocol):
-    """What a result could be asked for gradients of, besides the arguments."""
-
-    @property
-    def tensors(self) -> Sequence[torch.Tensor]: ...
-
-
-class _NoState:
-    tensors: Sequence[torch.Tensor] = ()
-
-
-NO_STATE = _NoState()
-
-
-def without_gradients(run: Callable[..., Any], state: GradientState, given: tuple[Any, ...]) -> Sequence[Any]:
-    """Run with gradients off; where the caller could ask for them, give outputs that refuse."""
-    internals.set_grad_enabled(False)
-    try:
-        outputs = run(*given)
-    finally:
-        internals.set_grad_enabled(True)
-    tensors = [a for a in itertools.chain(given, state.tensors) if isinstance(a, torch.Tensor)]
-    requiring = [tensor for tensor in tensors if tensor.requires_grad]
-    if not requiring:
-        return outputs
-    own = [id(tensor) for tensor in tensors]
-    chosen = [
-        i
-        for i, out in enumerate(outputs)
-        if isinstance(out, torch.Tensor) and (out.is_floating_point() or out.is_complex()) and id(out) not in own
-    ]
-    results = list(outputs)
-    if chosen:
-        refusing = _RefuseBackward.apply(len(requiring), *requiring, *(results[i] for i in chosen))
-        for i, refused in zip(chosen, refusing, strict=True):  # pyright: ignore[reportArgumentType]
-            results[i] = refused
-    return results
-
-
-class _RefuseBackward(torch.autograd.Function):
-    """Hands its tensors through; a backward to what they could depend on raises.
-
-    All that requires a gradient is an input, since torch does not visit a node that leads to nothing asked for:
-    ``autograd.grad(loss, x)`` would leave the model's part out.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, num_requiring: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # ``.data`` gives a tensor that is no view, so that the caller may change it in place.
-        return tuple(tensor.data for tensor in tensors[num_requiring:])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise GradientNotSupported(
-            "a backward reached the result of a model that Piecework compiled for inference (levels 2 and 3); "
-            "call the original model, use level 0 or 1 for training, or call it under torch.no_grad()"
-        )

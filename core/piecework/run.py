@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 import linecache
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from piecework.effects import Effects
 from piecework.inputs import GraphInputs
 from piecework.pieces import SplittingOp
 from piecework.split import PieceStep, SplitGraph
+from piecework.trace import Relation
 
 
 @dataclass
@@ -32,6 +33,23 @@ class StraightLine:
     namespace: dict[str, Any]
     bound_names: dict[Node, str]
     function: Callable[..., tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What runs at which size."""
+
+    general: StraightLine
+    exact: Mapping[Any, StraightLine] = field(default_factory=dict)
+    """Keyed by the size, a tuple where there are several dims."""
+    uncompiled: StraightLine | None = None
+    """Runs where one of the relations in ``needed``, which compiled code relies on, does not hold."""
+    needed: Sequence[Relation] = ()
+
+    @property
+    def namespaces(self) -> list[dict[str, Any]]:
+        """Return what the generated code refers to."""
+        return [line.namespace for line in (self.general, *self.exact.values(), self.uncompiled) if line is not None]
 
 
 def straight_line(

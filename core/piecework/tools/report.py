@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from piecework.api import forward_of
+from piecework.build import Compiled
 from piecework.compilers import CompiledUniquePiece
 from piecework.config_checks import CompilationLevel
 from piecework.dedupe import explain_difference
-from piecework.forward import Compiled
 
 
 @dataclass(frozen=True)
