@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from models import Linear, assert_same, compiled, refuses, rows
-from piecework.watch import Watch, use_plain_dicts
+from piecework.watch import Watch, plain_dicts
 
 STATE_DICTS = ("_parameters", "_buffers", "_modules")
 
@@ -26,6 +26,12 @@ class Plain(nn.Module):
         self.inner = nn.Linear(2, 2)
         self.register_buffer("b", torch.ones(2))
         self.k = 1
+
+
+def watching(model: nn.Module) -> Watch:
+    watch = Watch()
+    watch.cover(model.modules())
+    return watch
 
 
 def settled(watch: Watch) -> Watch:
@@ -61,8 +67,8 @@ def settled(watch: Watch) -> Watch:
 )
 def test_every_event_is_told(event: object) -> None:
     model = Plain()
-    watch = settled(Watch(model))
-    other = settled(Watch(Plain()))
+    watch = settled(watching(model))
+    other = settled(watching(Plain()))
     assert callable(event)
     event(model)
     assert watch.changed
@@ -71,7 +77,7 @@ def test_every_event_is_told(event: object) -> None:
 
 def test_reading_is_no_event() -> None:
     model = Plain()
-    watch = settled(Watch(model))
+    watch = settled(watching(model))
     read = [dict(model.named_parameters()), model.state_dict(), model.k, model.inner(torch.ones(1, 2)), repr(model)]
     assert read
     assert not watch.changed
@@ -79,7 +85,7 @@ def test_reading_is_no_event() -> None:
 
 def test_two_watches_of_one_model_are_both_told_until_closed() -> None:
     model = Plain()
-    first, second = settled(Watch(model)), settled(Watch(model))
+    first, second = settled(watching(model)), settled(watching(model))
     model.k = 3
     assert first.changed and second.changed
     first.close()
@@ -91,16 +97,17 @@ def test_two_watches_of_one_model_are_both_told_until_closed() -> None:
 
 def test_plain_dicts_are_in_place_for_a_block_and_counting_goes_on_after_it() -> None:
     model = Plain()
-    watch = Watch(model)
-    with watch.plain_dicts():
+    watch = watching(model)
+    with plain_dicts(watch.modules):
         assert all(type(getattr(model, name)) is dict for name in STATE_DICTS)
         model._buffers["b"] = torch.full((2,), 5.0)
     assert model.b.tolist() == [5, 5]
     settled(watch)
     model._buffers["b"] = torch.ones(2)
     assert watch.changed and type(model._buffers) is not dict
-    use_plain_dicts(model)
-    assert all(type(getattr(model, name)) is dict for name in STATE_DICTS)
+    with pytest.raises(KeyError), plain_dicts(watch.modules):
+        raise KeyError
+    assert type(model._buffers) is not dict
 
 
 def test_copies_and_pickles_of_a_watched_module_are_as_if_unwatched() -> None:
@@ -114,7 +121,7 @@ def test_copies_and_pickles_of_a_watched_module_are_as_if_unwatched() -> None:
 
 def test_change_of_a_copy_is_no_event_of_the_original() -> None:
     model = Plain()
-    watch = settled(Watch(model))
+    watch = settled(watching(model))
     shallow, deep = copy.copy(model), copy.deepcopy(model)
     shallow.k = 5
     deep.inner.weight = nn.Parameter(torch.ones(2, 2))
@@ -123,7 +130,7 @@ def test_change_of_a_copy_is_no_event_of_the_original() -> None:
 
 def test_watching_keeps_no_module_alive() -> None:
     model = Plain()
-    watch = Watch(model)
+    watch = watching(model)
     reference = weakref.ref(model.inner)
     del model
     gc.collect()

@@ -191,10 +191,16 @@ class Builder:
         sources = {name: str(traced.inputs[node].source) for node, name in runs.general.bound_names.items()}
         sources.update(traced.outputs.returned_inputs)
         target = traced.assumptions.scope[TARGET]
-        watch = Watch(target if isinstance(target, torch.nn.Module) else None)
+        bound_names = runs.general.bound_names
+        written = {key for keys in effects.written.values() for key in keys}
+        written_names = {name for node, name in bound_names.items() if written.intersection(effects.storages[node])}
         check_all = self.settings.config.check_parameters == "always"
         state = BoundState(
-            sources, runs.namespaces, traced.assumptions, watch, traced.frame_globals, check_all=check_all
+            *(sources, runs.namespaces, traced.assumptions, Watch(), traced.frame_globals),
+            root=target if isinstance(target, torch.nn.Module) else None,
+            read=traced.read,
+            written=frozenset(written_names),
+            check_all=check_all,
         )
         entry = make_entry(
             traced,

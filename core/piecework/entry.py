@@ -244,6 +244,15 @@ class _Generator:
                         f"    return _pw_depart({text!r}, {self.leave})",
                     ]
 
+        if self.state.bindings and paths and (self.written_tensors or self.state.written):
+            arguments = "".join(f"{path}, " for path in paths)
+            written_paths = "".join(f"{paths[i]}, " for i in self.written_tensors)
+            text = "an argument shares memory with a parameter or buffer, and the model writes to it"
+            self.lines += [
+                f"if _pw_state.shares_memory(({arguments}), ({written_paths})):",
+                f"    return _pw_depart({text!r}, {self.leave})",
+            ]
+
     def check_modes(self) -> None:
         for mode in self.trace.asked_modes:
             text = (

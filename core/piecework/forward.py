@@ -24,7 +24,7 @@ from piecework.plugins import PluginManager, plugin_manager
 from piecework.process_settings import torch_compile_backend
 from piecework.settings import Settings, resolve_settings
 from piecework.trace import TARGET, signature_of, trace, with_own_code
-from piecework.watch import use_plain_dicts
+from piecework.watch import plain_dicts, watched_modules
 
 logger = logging.getLogger(__name__)
 
@@ -159,10 +159,9 @@ class Forward:
     ) -> Compiled:
         """Trace, split, deduplicate, compile, and generate the code that runs it."""
         level = settings.level
-        if isinstance(self.target, torch.nn.Module):
-            use_plain_dicts(self.target)
         backend = _backend() if level is CompilationLevel.DYNAMO_ONCE else None
-        traced = trace(self.target, arguments, values, owner=self.owner, backend=backend)
+        with plain_dicts(watched_modules()):
+            traced = trace(self.target, arguments, values, owner=self.owner, backend=backend)
         counters.num_graphs_seen += 1
         logger.info(
             "%s: traced one graph of %d nodes in %.2f s", self.owner, len(traced.graph.graph.nodes), traced.seconds

@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from piecework.trace import Assumptions, eval_source, readable
-from piecework.watch import Watch
+from piecework import torch_internals as internals
+from piecework.tensor_checks import overlap
+from piecework.trace import TARGET, Assumptions, eval_source, readable
+from piecework.watch import Watch, plain_dicts
 
-_WATCHED = re.compile(r"(\._(parameters|buffers)\['[^']*'\]|\.\w+)$|\.get_(parameter|buffer)\(")
-"""Sources whose last step is an attribute of a module, which events tell of."""
+_LAST_STEP = re.compile(r"(?P<owner>.*)(\._(parameters|buffers|modules)\['[^']*'\]|\.(?!_)\w+)$")
+"""The last step of a source, where that may be an attribute of a module."""
 SAMPLE_SIZE = 8
 """Addresses compared at every call with ``check_parameters="sample"``; N tensors take N / 8 calls."""
 
@@ -28,6 +30,34 @@ class _Binding:
     source: str
     tensor: torch.Tensor
     facts: tuple[Any, ...]
+
+
+class _Unwatched:
+    """A constant, container, module or tensor whose change raises no event, as it was."""
+
+    def __init__(self, source: str, value: Any) -> None:
+        self.source = source
+        self.value = value
+        self.shape = _shape_of(value)
+
+    def differs(self, now: Any) -> bool:
+        """Whether something else is there now."""
+        if now is self.value:
+            return _shape_of(now) != self.shape
+        is_constant = isinstance(now, (int, float, complex, str, bytes))
+        return not (is_constant and type(now) is type(self.value) and now == self.value)
+
+
+def _shape_of(value: Any) -> Any:
+    """Return what of a container the trace may have read besides its items."""
+    if isinstance(value, (dict, set)):
+        return list(value)
+    return len(value) if isinstance(value, (list, tuple)) else None
+
+
+def _is_dict_of_module(source: str) -> bool:
+    """Whether a source is one of the dicts that a module keeps itself in, which have events of their own."""
+    return re.search(r"\._\w+$|__dict__", source) is not None
 
 
 def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -47,6 +77,9 @@ class BoundState:
         assumptions: what else the trace assumed; its scope is what ``L`` stands for in sources.
         watch: tells of events on the traced modules.
         frame_globals: what ``G`` stands for in sources.
+        root: the model, where a module was traced.
+        read: sources of the modules, constants and containers that the trace read.
+        written: names of the tensors that the graph writes to.
         check_all: compare all addresses at every call, not a sample.
     """
 
@@ -58,6 +91,9 @@ class BoundState:
         watch: Watch,
         frame_globals: Mapping[str, Any],
         *,
+        root: torch.nn.Module | None,
+        read: Sequence[str],
+        written: frozenset[str],
         check_all: bool,
     ) -> None:
         self.assumptions = assumptions
@@ -72,10 +108,11 @@ class BoundState:
             tensor = self.current(source)
             assert isinstance(tensor, torch.Tensor)
             self.bindings.append(_Binding(name, source, tensor, _facts(tensor)))
-        # A tensor in a plain list or dict of a module: no event tells when another one takes its place.
-        self.unwatched = [b for b in self.bindings if b.source.startswith("L[") and not _WATCHED.search(b.source)]
-        self.next_unwatched = itertools.cycle(self.unwatched)
+        self.root, self.read = root, [source for source in read if not _is_dict_of_module(source)]
+        self.written = written
+        self.aliases = self.alias_pattern()
         self.windows: Iterator[tuple[tuple[torch.Tensor, ...], list[int]]]
+        self.cover()
         self.note_addresses()
 
     def current(self, source: str) -> Any:
@@ -89,13 +126,45 @@ class BoundState:
 
     @property
     def num_calls_for_all_addresses(self) -> int:
-        """Return within how many calls a raw change of a parameter's storage is noticed."""
+        """Return within how many calls a change is noticed that no event tells of."""
         return 1 if self.check_all else max(-(-len(self.bindings) // SAMPLE_SIZE), len(self.unwatched))
 
+    def cover(self) -> None:
+        """Watch the modules that are there now, and list what no event tells of: it is looked at in turns."""
+        found = [self.current(source) for source in self.read]
+        modules = [value for value in found if isinstance(value, torch.nn.Module)]
+        self.watch.cover([*(self.root.modules() if self.root is not None else ()), *modules])
+        sources = [*self.read, *(b.source for b in self.bindings if b.source.startswith("L["))]
+        self.unwatched = [_Unwatched(source, self.current(source)) for source in sources if not self.is_watched(source)]
+        self.next_unwatched = itertools.cycle(self.unwatched)
+
+    def is_watched(self, source: str) -> bool:
+        """Whether events tell of a change there: it is the target itself, or an attribute of a module."""
+        step = _LAST_STEP.fullmatch(source)
+        if step is None or isinstance(self.current(source), (list, tuple, dict, set)):
+            return source == f"L['{TARGET}']"
+        return isinstance(self.current(step["owner"]), torch.nn.Module)
+
     def unwatched_moved(self) -> bool:
-        """Whether the next tensor that no event tells of, or any with ``check_parameters="always"``, is another one."""
+        """Whether the next thing that no event tells of, or any with ``check_parameters="always"``, is another one."""
         chosen = self.unwatched if self.check_all else [next(self.next_unwatched)]
-        return any(self.current(binding.source) is not binding.tensor for binding in chosen)
+        return any(one.differs(self.current(one.source)) for one in chosen)
+
+    def alias_pattern(self) -> tuple[int, ...] | None:
+        """Return which bound tensors share memory, where the graph writes to one of them."""
+        if not self.written:
+            return None
+        keys = [internals.storage_key(binding.tensor) for binding in self.bindings]
+        return tuple(keys.index(key) for key in keys)
+
+    def shares_memory(self, arguments: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> bool:
+        """Whether an argument shares memory with a bound tensor, and one of the two is written to."""
+        return any(
+            (binding.name in self.written or any(argument is other for other in written))
+            and overlap(argument, binding.tensor)
+            for argument in arguments
+            for binding in self.bindings
+        )
 
     def note_addresses(self) -> None:
         """Assign the tensors in the generated code and remember where their memory is."""
@@ -133,11 +202,14 @@ class BoundState:
                     return f"{what} of {readable(binding.source)} was {traced} when traced, now it is {found}"
             replaced |= now is not binding.tensor
             binding.tensor = now
+        if self.alias_pattern() != self.aliases:
+            return "parameters or buffers that were separate when traced share memory now, or the other way round"
         self.num_rebindings += replaced
+        self.cover()
         self.note_addresses()
         return None
 
     def departure(self) -> str | None:
         """Return the first attribute, global or code that no longer is as it was traced."""
-        with self.watch.plain_dicts():
+        with plain_dicts(list(self.watch.modules)):
             return self.assumptions.departure()

@@ -187,6 +187,11 @@ def input_source(node: torch.fx.Node) -> str:
     return node.meta["grapharg"].source.name
 
 
+def guard_source(entry: Any) -> str:
+    """Return what a guard is about, as an expression over ``L`` and ``G``; its own name leaves ``L`` out."""
+    return entry.orig_guard.originating_source.name
+
+
 def guards_of(code: CodeType) -> Any:
     """Return the guards that Dynamo compiled for the one trace of ``code``."""
     entries = _debug_get_cache_entry_list(code)

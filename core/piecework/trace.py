@@ -96,6 +96,8 @@ class Trace:
     assumptions: Assumptions
     frame_globals: dict[str, Any]
     """Of the traced frame; what ``G`` stands for in sources."""
+    read: tuple[str, ...]
+    """Sources of the modules, constants and containers that the trace read."""
     asked_modes: tuple[Callable[[], bool], ...]
     """The modes of the caller's that the model asks for, such as ``torch.is_grad_enabled``."""
     seconds: float
@@ -117,6 +119,7 @@ class _Recorded:
     sources: list[str] = field(default_factory=list)
     tokens: tuple[Any, ...] = ()
     asked_modes: tuple[Callable[[], bool], ...] = ()
+    read: tuple[str, ...] = ()
     backend_result: Callable[..., Any] | None = None
 
 
@@ -185,6 +188,7 @@ def trace(
         fake_mode=fake_mode,
         assumptions=Assumptions(internals.guards_of(frame.__code__), state),
         frame_globals=frame.__globals__,
+        read=recorded.read,
         asked_modes=recorded.asked_modes,
         seconds=time.perf_counter() - start,
         backend_result=recorded.backend_result,
@@ -266,9 +270,18 @@ def _guard_filter(recorded: _Recorded) -> Callable[[Sequence[Any]], list[bool]]:
 
     def keep(entries: Sequence[Any]) -> list[bool]:
         recorded.asked_modes = tuple(mode for mode in AMBIENT_MODES if any(e.value is mode for e in entries))
+        recorded.read = tuple(dict.fromkeys(source for entry in entries if (source := _read_source(entry))))
         return [_is_kept(entry) for entry in entries]
 
     return keep
+
+
+def _read_source(entry: Any) -> str | None:
+    """Return the source of a module, a number, a string or a container that the trace read from its target."""
+    if not entry.has_value or entry.is_global or not entry.name.startswith(TARGET):
+        return None
+    kinds = (torch.nn.Module, int, float, complex, str, bytes, type(None), list, tuple, dict, set)
+    return internals.guard_source(entry) if isinstance(entry.value, kinds) else None
 
 
 def _is_kept(entry: Any) -> bool:

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,31 +30,17 @@ _patched: weakref.WeakSet[type] = weakref.WeakSet()
 class Watch:
     """Says whether anything happened to the modules of one traced model since it was last settled."""
 
-    def __init__(self, root: nn.Module | None) -> None:
+    def __init__(self) -> None:
         self.changed = False
-        self.modules = weakref.WeakSet(root.modules()) if root is not None else weakref.WeakSet()
-        with _lock:
-            for module in self.modules:
-                _watch_module(module, self)
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    @contextlib.contextmanager
-    def plain_dicts(self) -> Iterator[None]:
-        """Put ordinary dicts in place for a moment: recorded guards ask for exactly those."""
+    def cover(self, modules: Iterable[nn.Module]) -> None:
+        """Watch these too, such as a submodule that took the place of a traced one."""
         with _lock:
-            modules = list(self.modules)
-            counting = [_take_counting_dicts(module) for module in modules]
-            try:
-                yield
-            finally:
-                for module, dicts in zip(modules, counting, strict=True):
-                    for name, counted in dicts.items():
-                        plain = module.__dict__.get(name)
-                        if type(plain) is dict:
-                            # Another thread may have written to it meanwhile. By identity: == asks tensors.
-                            if [*map(id, plain.values())] != [*map(id, counted.values())] or [*plain] != [*counted]:
-                                counted.clear()
-                                counted.update(plain)
-                            module.__dict__[name] = counted
+            for module in modules:
+                if module not in self.modules:
+                    self.modules.add(module)
+                    _watch_module(module, self)
 
     def close(self) -> None:
         """Stop watching."""
@@ -65,11 +51,30 @@ class Watch:
                     watches.discard(self)
 
 
-def use_plain_dicts(root: nn.Module) -> None:
-    """Take the counting dicts off a model, so that it is traced as its author wrote it."""
+def watched_modules() -> list[nn.Module]:
+    """Return every module that some watch covers."""
     with _lock:
-        for module in root.modules():
-            _take_counting_dicts(module)
+        all_watches = {id(watch): watch for watches in _watches.values() for watch in watches}
+        return list({id(module): module for watch in all_watches.values() for module in watch.modules}.values())
+
+
+@contextlib.contextmanager
+def plain_dicts(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put ordinary dicts in place for a moment: traces and recorded guards ask for exactly those."""
+    with _lock:
+        counting = [(module, _take_counting_dicts(module)) for module in modules]
+        try:
+            yield
+        finally:
+            for module, dicts in counting:
+                for name, counted in dicts.items():
+                    plain = module.__dict__.get(name)
+                    if type(plain) is dict:
+                        # Another thread may have written to it meanwhile. By identity: == asks tensors.
+                        if [*map(id, plain.values())] != [*map(id, counted.values())] or [*plain] != [*counted]:
+                            counted.clear()
+                            counted.update(plain)
+                        module.__dict__[name] = counted
 
 
 def _watch_module(module: nn.Module, watch: Watch) -> None:

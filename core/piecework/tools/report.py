@@ -78,10 +78,9 @@ class Report:
                 f"{self.num_unique_pieces} unique"
             )
             for piece in self.pieces:
-                lines.append(
-                    f"    {piece.name}: {_count(piece.num_nodes, 'node')}, stands in {_count(len(piece.places), 'place')}, {piece.compiler}, "
-                    f"{piece.seconds:.2f} s" + (f"; {piece.differs}" if piece.differs else "")
-                )
+                where = f"stands in {_count(len(piece.places), 'place')}, {piece.compiler}, {piece.seconds:.2f} s"
+                differs = f"; {piece.differs}" if piece.differs else ""
+                lines.append(f"    {piece.name}: {_count(piece.num_nodes, 'node')}, {where}{differs}")
             if (summary := self.why_so_many) is not None:
                 lines.append(f"  {summary}")
         for relation in self.relations:
