@@ -112,7 +112,11 @@ def test_kinds_of_inputs_and_what_is_written() -> None:
     first, second, third = recorder.pieces
     kinds = [sorted(kind.value for kind in piece.input_kinds) for piece in recorder.pieces]
     # The last piece divides by a size, which it gets as such besides the tensors that have it.
-    assert kinds == [["activation", "parameter"], ["activation", "buffer"], ["activation", "activation", "size"]]
+    assert kinds == [
+        ["activation", "parameter", "size"],
+        ["activation", "buffer", "size"],
+        ["activation", "activation", "size"],
+    ]
     assert second.input_kinds[second.mutated_inputs[0]] is InputKind.BUFFER
     assert (first.mutated_inputs, len(second.mutated_inputs), third.mutated_inputs) == ((), 1, ())
     assert all(piece.outputs_are_fresh and not piece.aliased_inputs for piece in recorder.pieces)

@@ -802,6 +802,6 @@ def test_eager_pieces_run_the_graph_of_the_piece() -> None:
     recorder = models.Recorder()
     with plugins(recorder):
         compiled_by(adjacent, piece_compiler="recorder")(rows(2))
-    (result,) = eager_piece(recorder.pieces[0]).run(rows(3))
+    (result,) = eager_piece(recorder.pieces[0]).run(rows(3), 3)
     torch.testing.assert_close(result, rows(3) + 1)
     assert len(split.pieces) == 2

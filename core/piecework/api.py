@@ -75,7 +75,13 @@ def compile(
 def _compile_function(function: Any, config: CompilationConfig | None, given: GivenDims | None) -> Any:
     owner = getattr(function, "__qualname__", type(function).__qualname__)
     namespace = getattr(inspect.unwrap(function), "__globals__", {})
-    dims = dynamic_dims(inspect.signature(function), given, owner=owner, namespace=namespace)
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):
+        raise ConfigError(
+            f"compile takes a function with a Python signature, got {function!r}; wrap it in one of your own"
+        ) from None
+    dims = dynamic_dims(signature, given, owner=owner, namespace=namespace)
     current: list[Callable[..., Any]] = [function]
 
     @functools.wraps(function)

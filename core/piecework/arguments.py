@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from piecework import torch_internals as internals
 from piecework.errors import CompileError, ConfigError
-from piecework.torch_internals import mark_dynamic
 
 DimNames = dict[int, str]
+MAX_DEPTH = 32
 CONSTANT_TYPES = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), enum.Enum, slice),
     *(
@@ -171,8 +172,8 @@ class TensorSpec:
         """Return in words how a later argument differs from the traced one; sizes apart."""
         if not isinstance(value, torch.Tensor):
             return f"argument {self.path} was a tensor when traced, now it is {_shown(value)}"
-        if type(value) not in (torch.Tensor, torch.nn.Parameter):
-            return f"argument {self.path} was a plain tensor when traced, now it is a {type(value).__name__}"
+        if (odd := oddity(value)) is not None:
+            return f"argument {self.path} was a plain tensor when traced, now it is {odd}"
         facts = [("dtype", self.dtype, value.dtype), ("device", self.device, value.device)]
         facts.append(("number of dims", len(self.dims), value.dim()))
         for what, traced, now in facts:
@@ -316,6 +317,7 @@ class _Reader:
             dataclasses.is_dataclass(value) and not isinstance(value, (type, enum.Enum))
         ):
             keys = _keys(value)
+            self.check_container(value, keys, path)
             children = (self.read(_item(value, key), _item_path(value, path, key), named) for key in keys)
             return ContainerSpec(path, type(value), keys, tuple(children))
         if isinstance(value, CONSTANT_TYPES):
@@ -326,12 +328,18 @@ class _Reader:
             "dicts or dataclasses of these, or use level 1 (DYNAMO_AS_IS)"
         )
 
-    def read_tensor(self, value: torch.Tensor, path: str, named: DimNames) -> TensorSpec:
-        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+    def check_container(self, value: Any, keys: tuple[Any, ...], path: str) -> None:
+        odd = [key for key in keys if type(key) not in (str, int, bool, float, type(None))]
+        if odd:
             raise CompileError(
-                f"argument {path} of {self.owner} is a {type(value).__name__} of layout {value.layout}; "
-                "only plain strided tensors can be arguments"
+                f"argument {path} of {self.owner} has the key {odd[0]!r}; keys must be strings or numbers"
             )
+        if path.count("[") + path.count(".") > MAX_DEPTH:
+            raise CompileError(f"argument {path[:40]}... of {self.owner} holds itself, or is nested too deeply")
+
+    def read_tensor(self, value: torch.Tensor, path: str, named: DimNames) -> TensorSpec:
+        if (odd := oddity(value)) is not None:
+            raise CompileError(f"argument {path} of {self.owner} is {odd}; only plain strided tensors can be arguments")
         dims: list[int | str] = list(value.shape)
         for dim, name in named.items():
             if not -value.dim() <= dim < value.dim():
@@ -341,6 +349,11 @@ class _Reader:
                         f"which has {value.dim()} dims"
                     )
                 continue
+            dim %= value.dim()
+            if isinstance(other := dims[dim], str):
+                raise ConfigError(
+                    f"dynamic_arg_dims names dim {dim} of argument {path} of {self.owner} twice: {other!r} and {name!r}"
+                )
             size = value.shape[dim]
             if self.sizes.setdefault(name, size) != size:
                 raise ConfigError(
@@ -352,6 +365,21 @@ class _Reader:
             dims[dim] = name
         strides = tuple(value.stride())
         return TensorSpec(path, value.dtype, value.device, tuple(dims), _dense_order(value), strides)
+
+
+def oddity(tensor: torch.Tensor) -> str | None:
+    """Return in words what makes a tensor other than a plain strided one; compiled code does not look at that."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"a {type(tensor).__name__}"
+    if internals.is_functorch_wrapped(tensor):
+        return "a tensor inside torch.func or vmap"
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        return "a nested tensor" if tensor.is_nested else f"a Tensor of layout {tensor.layout}"
+    for what in ("is_quantized", "is_conj", "is_neg"):
+        told = getattr(tensor, what)
+        if told() if callable(told) else told:
+            return f"a tensor with {what} set; call .resolve_conj(), .resolve_neg() or .dequantize()"
+    return None
 
 
 def _dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
@@ -434,7 +462,7 @@ def fake_value(spec: Spec, value: Any, sizes: Mapping[str, int]) -> Any:
     fake = torch.empty_strided(shape, spec.expected_strides(shape), dtype=spec.dtype, device=spec.device)
     for dim, name in enumerate(spec.dims):
         if isinstance(name, str):
-            mark_dynamic(fake, dim)
+            internals.mark_dynamic(fake, dim)
     return fake
 
 

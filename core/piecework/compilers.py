@@ -17,7 +17,7 @@ from piecework.config import CompilationConfig
 from piecework.counting import counters
 from piecework.dedupe import UniquePiece
 from piecework.errors import CompileError, ConfigError, PieceworkError, PieceworkWarning, PluginError
-from piecework.exact import exact_graph, run_on_fakes
+from piecework.exact import copied_graph, exact_graph, run_on_fakes
 from piecework.pieces import CompiledPiece, Piece
 from piecework.plugins import PluginManager
 from piecework.process_settings import is_first_time
@@ -100,7 +100,8 @@ def _compile(
         return eager_piece(piece).run, "eager"
     try:
         with torch.inference_mode(False), internals.one_trace_for_all_sizes():
-            answer = manager.compile_piece(piece, config)
+            # A copy: what a compiler does to a graph that it then declines must not run.
+            answer = manager.compile_piece(replace(piece, graph=copied_graph(piece.graph)), config)
     except ConfigError:
         raise  # a setting, not the piece: nothing that on_failure is about
     except PieceworkError as failure:  # whatever a plugin raised arrives as one of ours

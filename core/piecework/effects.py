@@ -34,6 +34,7 @@ class Effects:
         aliased: for a node whose result shares memory with one of its arguments: that argument.
         identical: the nodes whose result has the values and the layout of that argument: ops that
             work in place, and those that do nothing, such as dropout in evaluation.
+        pinned: nodes that mean something in their place only, and are never repeated elsewhere.
     """
 
     values: dict[Node, Any] = field(default_factory=dict)
@@ -41,10 +42,11 @@ class Effects:
     written: dict[Node, frozenset[int]] = field(default_factory=dict)
     aliased: dict[Node, Node] = field(default_factory=dict)
     identical: set[Node] = field(default_factory=set)
+    pinned: set[Node] = field(default_factory=set)
 
     def is_scalar(self, node: Node) -> bool:
         """Whether a node gives a number that follows from sizes alone."""
-        return internals.is_known_number(self.values[node])
+        return node not in self.pinned and internals.is_known_number(self.values[node])
 
     def is_view(self, node: Node) -> bool:
         """Whether a node gives another look at an argument of its, and does nothing else."""

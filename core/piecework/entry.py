@@ -65,6 +65,7 @@ def make_entry(
         "_pw_exact": {size: line.function for size, line in runs.exact.items()},
         "_pw_uncompiled": runs.uncompiled.function if runs.uncompiled is not None else None,
         "_pw_is_compiling": torch.compiler.is_compiling,
+        "_pw_getattr": getattr,
         "_pw_original": original,
         "_pw_depart": depart,
         "_pw_empty": run_empty,
@@ -150,6 +151,8 @@ class _Generator:
     def check_form(self) -> None:
         conditions = [text for spec in self.trace.arguments.specs.values() for text in self.conditions(spec)]
         tensors = ", ".join(spec.path for spec in self.trace.arguments.tensors)
+        # torch's check ends the process on a nested tensor, which is of the plain class.
+        conditions += [f"not _pw_getattr({spec.path}, 'is_nested', False)" for spec in self.trace.arguments.tensors]
         conditions.append(f"_pw_check({tensors})")
         if checked := autocast_state():
             self.namespace["_pw_traced_autocast"] = checked
@@ -199,7 +202,8 @@ class _Generator:
                     continue
                 read = f"{spec.path}.size({position})"
                 if dim in seen:
-                    text = f"dim {dim!r} is {{}} in argument {seen[dim]} but {{}} in argument {spec.path}"
+                    names = (_escaped(repr(dim)), _escaped(seen[dim]), _escaped(spec.path))
+                    text = "dim {} is {{}} in argument {} but {{}} in argument {}".format(*names)
                     self.equalities.append(
                         (f"{read} == {self.sizes[dim]}", f"{text!r}.format({self.sizes[dim]}, {read})")
                     )
@@ -223,7 +227,7 @@ class _Generator:
 
     def check_relation(self, relation: Relation) -> None:
         condition = self.trace.sizes.code(relation.expression)
-        sizes = ", ".join(f"{dim} = {{}}" for dim in self.sizes)
+        sizes = ", ".join(f"{_escaped(dim)} = {{}}" for dim in self.sizes)
         text = f"the trace holds for {_escaped(relation.describe())}; this call has {sizes}"
         self.lines += [
             f"if not ({condition}):",

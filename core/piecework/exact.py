@@ -24,9 +24,8 @@ def exact_graph(graph: GraphModule, values: Values, shape_env: internals.ShapeEn
         values: a number for each symbol.
         shape_env: what torch knows about the symbols; None where nothing is symbolic.
     """
-    copied = Graph()
-    copied.output(copied.graph_copy(graph.graph, {}))
-    exact = GraphModule(graph, copied)
+    exact = copied_graph(graph)
+    copied = exact.graph
     with internals.new_fake_mode():
         for node in copied.find_nodes(op="placeholder"):
             example = _exact_example(node.meta["example_value"], values, shape_env)
@@ -38,6 +37,13 @@ def exact_graph(graph: GraphModule, values: Values, shape_env: internals.ShapeEn
                     )
     exact.recompile()
     return exact
+
+
+def copied_graph(graph: GraphModule) -> GraphModule:
+    """Return a graph of its own with the same nodes and submodules."""
+    copied = Graph()
+    copied.output(copied.graph_copy(graph.graph, {}))
+    return GraphModule(graph, copied)
 
 
 def _exact_example(example: Any, values: Values, shape_env: internals.ShapeEnv | None) -> Any:

@@ -19,7 +19,7 @@ from piecework.build import Builder, Compiled
 from piecework.config import CompilationConfig
 from piecework.config_checks import CompilationLevel
 from piecework.counting import counters
-from piecework.errors import CompileError, PieceworkWarning, TraceDepartureError
+from piecework.errors import CompileError, ConfigError, PieceworkWarning, TraceDepartureError
 from piecework.plugins import PluginManager, plugin_manager
 from piecework.process_settings import torch_compile_backend
 from piecework.settings import Settings, resolve_settings
@@ -172,7 +172,13 @@ class Forward:
 
 def _backend() -> Callable[..., Any]:
     backend = torch_compile_backend()
-    return internals.lookup_backend(backend) if isinstance(backend, str) else backend
+    if not isinstance(backend, str):
+        return backend
+    try:
+        return internals.lookup_backend(backend)
+    except internals.InvalidBackend as error:
+        known = ", ".join(torch.compiler.list_backends())
+        raise ConfigError(f"set_torch_compile_backend: torch knows no backend {backend!r}; it has {known}") from error
 
 
 def _dynamo_as_is(target: Callable[..., Any]) -> Callable[..., Any]:

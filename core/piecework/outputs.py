@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -48,6 +50,17 @@ def describe_outputs(
     return OutputSpec(describer.expression(returned, "the result"), describer.constants, describer.returned_inputs)
 
 
+def _is_bare_function(value: Any) -> bool:
+    """Whether a value is a function that holds nothing of the traced call."""
+    return isinstance(value, types.FunctionType) and not value.__closure__ and not value.__defaults__
+
+
+_CONSTANTS = (
+    *(type(None), bool, int, float, complex, str, bytes, enum.Enum, slice, range, type, type(Ellipsis)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, types.BuiltinFunctionType),
+)
+
+
 @dataclass
 class _Describer:
     texts: Mapping[int, str]
@@ -68,13 +81,13 @@ class _Describer:
             return self.shape(value, where)
         if type(value) in (tuple, list, dict):
             return self.builtin_container(value, where)
-        if type(value) is set:
+        if type(value) is set and all(isinstance(item, _CONSTANTS) for item in value):
             return f"{{*{self.constant(tuple(value))}}}"  # of its own at each call
         if isinstance(value, (tuple, list, dict)) or dataclasses.is_dataclass(value) and not isinstance(value, type):
             return self.other_container(value, where)
-        if not isinstance(value, (type(None), bool, int, float, complex, str, bytes)):
-            self.refuse_hidden_tensors(value, where)
-        return self.constant(value)
+        if isinstance(value, (*_CONSTANTS, torch.nn.Module)) or _is_bare_function(value):
+            return self.constant(value)
+        raise self.unexplained(value, where)
 
     def builtin_container(self, value: Any, where: str) -> str:
         if isinstance(value, dict):
@@ -124,16 +137,6 @@ class _Describer:
         name = f"_pw_c{len(self.constants)}"
         self.constants[name] = value
         return name
-
-    def refuse_hidden_tensors(self, value: Any, where: str) -> None:
-        """Refuse an object that holds a tensor in a place that can't be rebuilt."""
-        held = (
-            vars(value).values()
-            if hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module))
-            else ()
-        )
-        if any(id(item) in self.texts or isinstance(item, (torch.Tensor, torch.SymInt)) for item in held):
-            raise self.unexplained(value, where)
 
     def unexplained(self, value: Any, where: str) -> CompileError:
         return CompileError(

@@ -239,8 +239,10 @@ class _Region:
     ops: dict[Node, SplittingOp] = field(default_factory=dict)
 
 
-_OPENS = ("_enter_autocast", "_enter_inference_mode", "_vmap_increment_nesting", "_jvp_increment_nesting")
-_CLOSES = ("_exit_autocast", "_exit_inference_mode", "_vmap_decrement_nesting", "_jvp_decrement_nesting")
+_FUNCTORCH_OPENS = tuple(f"_{what}_increment_nesting" for what in ("vmap", "grad", "jvp"))
+_FUNCTORCH_CLOSES = tuple(f"_{what}_decrement_nesting" for what in ("vmap", "grad", "jvp"))
+_OPENS = ("_enter_autocast", "_enter_inference_mode", *_FUNCTORCH_OPENS)
+_CLOSES = ("_exit_autocast", "_exit_inference_mode", *_FUNCTORCH_CLOSES)
 _OPS_OF_TORCH = ("aten", "prims", "prim", "profiler", "c10d", "_c10d_functional", "higher_order")
 
 
@@ -258,6 +260,7 @@ class _Splitter:
         self.matcher = matcher
         assert fake_mode.shape_env is not None
         self.shape_env = fake_mode.shape_env
+        _keep_functorch_together(graph, effects)
         self.bound = bound
         self.matched_names: set[str] = set()
         self.exported: set[Node] = set()
@@ -456,14 +459,10 @@ class _Splitter:
                     sizes.update(dict.fromkeys(self.symbols_of(leaf)))
                 else:
                     found[leaf] = None
-        bare: set[sympy.Basic] = set()
-        used: dict[sympy.Symbol, None] = {}
-        for node in found:
+        for node in found:  # Inductor asks for a size as an input of its own, also where a dim shows it
             assert isinstance(node, Node)
             for tensor in tensors_in(self.effects.values[node]):
-                bare.update(internals.size_expression(size, self.shape_env) for size in tensor.shape)
-                used.update(dict.fromkeys(internals.size_symbols((*tensor.shape, *tensor.stride()), self.shape_env)))
-        sizes.update({symbol: None for symbol in used if symbol not in bare})
+                sizes.update(dict.fromkeys(internals.size_symbols((*tensor.shape, *tensor.stride()), self.shape_env)))
         return (*found, *sorted(sizes, key=str))
 
     def leaves(self, node: Node, inside: set[Node]) -> Iterator[Node]:
@@ -534,7 +533,10 @@ class _PieceBuilder:
             return self.env[resolved]
         if self.splitter.effects.is_scalar(resolved):
             value = self.splitter.effects.values[resolved]
-            self.env[resolved] = internals.compute_size(value, self.splitter.shape_env, self.sizes)
+            try:
+                self.env[resolved] = internals.compute_size(value, self.splitter.shape_env, self.sizes)
+            except internals.TraceError:  # of a function that has no form for nodes, such as rounding
+                return self.copy(resolved)
             return self.env[resolved]
         return self.copy(resolved)
 
@@ -552,6 +554,19 @@ def _attribute(module: torch.nn.Module, target: str) -> Any:
 def _sets_grad(node: Node) -> bool:
     """Whether a node only switches gradients, which are off in every piece."""
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "_set_grad_enabled"
+
+
+def _keep_functorch_together(graph: GraphModule, effects: Effects) -> None:
+    """Let no node between a push and a pop of ``torch.func`` be repeated elsewhere: it means nothing outside."""
+    depth = 0
+    for node in graph.graph.nodes:
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        depth += name in _FUNCTORCH_OPENS
+        if depth:
+            effects.pinned.add(node)
+            effects.aliased.pop(node, None)
+            effects.identical.discard(node)
+        depth -= name in _FUNCTORCH_CLOSES
 
 
 def _track_contexts(node: Node, depth: list[Node]) -> None:

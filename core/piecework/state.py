@@ -57,7 +57,7 @@ def _shape_of(value: Any) -> Any:
 
 def _is_dict_of_module(source: str) -> bool:
     """Whether a source is one of the dicts that a module keeps itself in, which have events of their own."""
-    return re.search(r"\._\w+$|__dict__", source) is not None
+    return re.search(r"\._(parameters|buffers|modules|\w*hooks\w*)$|__dict__", source) is not None
 
 
 def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -22,8 +22,16 @@ import torch
 import torch._dynamo
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._C._dynamo.guards import TensorGuards
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dynamo.backends.registry import lookup_backend
-from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError, Unsupported, UserError
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    InternalTorchDynamoError,
+    InvalidBackend,
+    TorchRuntimeError,
+    Unsupported,
+    UserError,
+)
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import TensorProperty, TensorPropertySource
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
@@ -32,6 +40,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.fx.experimental import _config as symbolic_shapes_config
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, ShapeEnv, free_unbacked_symbols
 from torch.fx.graph_module import _format_import_block
+from torch.fx.proxy import TraceError
 from torch.jit._builtins import _find_builtin
 from torch.package.importer import sys_importer
 from torch.utils import _pytree as pytree
@@ -42,14 +51,17 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.value_ranges import ValueRanges
 
 __all__ = [
+    "BackendCompilerFailed",
     "ConstraintViolationError",
     "DataDependentOutputException",
     "FakeTensor",
     "FakeTensorMode",
     "InternalTorchDynamoError",
+    "InvalidBackend",
     "ShapeEnv",
     "TorchDispatchMode",
     "TorchRuntimeError",
+    "TraceError",
     "Unsupported",
     "UserError",
     "lookup_backend",
@@ -94,6 +106,7 @@ def strict_dynamo() -> Iterator[None]:
                 automatic_dynamic_shapes=False,
                 side_effect_replay_policy="warn",
                 skip_nnmodule_hook_guards=False,
+                trace_numpy=False,
             ),
             warnings.catch_warnings(),
         ):
@@ -365,8 +378,13 @@ def op_schema(overload: OpOverload) -> torch.FunctionSchema:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Return a count that rises with every write to the memory of a tensor."""
-    return tensor._version
+    """Return a count that rises with every write to the memory of a tensor; 0 where there is none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for a batch or a gradient level of ``torch.func``."""
+    return is_functorch_wrapped_tensor(tensor)
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:

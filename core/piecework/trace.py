@@ -235,6 +235,7 @@ def _call_once(
         internals.InternalTorchDynamoError,
         internals.TorchRuntimeError,
         internals.ConstraintViolationError,
+        internals.BackendCompilerFailed,
     ) as error:
         raise _trace_error(error, recorded, owner, arguments) from error
 
@@ -413,6 +414,8 @@ def _trace_error(error: BaseException, recorded: _Recorded, owner: str, argument
             f"{owner} changes Python state in its forward: {_readable_state(changed)}{_user_line(error)}; one trace "
             "can't repeat that at every call. Keep such state in a buffer and change it in place, or use level 1"
         )
+    if isinstance(error, internals.BackendCompilerFailed):
+        return CompileError(f"the torch.compile backend of level 2 failed on {owner}: {_first_line(error)}")
     specialised = _specialised(error, recorded, arguments)
     if specialised:
         return CompileError(f"{specialised} (tracing {owner})")
