@@ -243,10 +243,16 @@ def test_view_of_an_input_shares_its_memory(level: int) -> None:
 
 @both_levels
 @pytest.mark.parametrize("attribute", ["T", "mT", "data"])
-def test_attribute_of_an_input_that_dynamo_rebuilds_past_the_graph_is_refused(level: int, attribute: str) -> None:
+def test_attribute_of_an_input_is_returned_or_refused(level: int, attribute: str) -> None:
+    """Up to torch 2.13 Dynamo rebuilds these from the argument, past the graph."""
     call = compiled(lambda x: (triple(x), getattr(x, attribute)), level)
-    with pytest.raises(CompileError, match=r"the result\[1\] of .* the trace can't explain"):
-        call(rows(4))
+    x = rows(4)
+    try:
+        result = call(x)[1]
+    except CompileError as error:
+        assert "the trace can't explain" in str(error)  # noqa: PT017 - either is right
+    else:
+        torch.testing.assert_close(result, getattr(x, attribute))
 
 
 @both_levels

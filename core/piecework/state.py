@@ -16,7 +16,9 @@ from piecework.tensor_checks import overlap
 from piecework.trace import TARGET, Assumptions, eval_source, readable
 from piecework.watch import Watch, plain_dicts
 
-_LAST_STEP = re.compile(r"(?P<owner>.*)(\._(parameters|buffers|modules)\['[^']*'\]|\.(?!_)\w+)$")
+_LAST_STEP = re.compile(
+    r"(?P<owner>.*)(\._(parameters|buffers|modules)\['[^']*'\]|\.(?!_(parameters|buffers|modules)$)\w+)$"
+)
 """The last step of a source, where that may be an attribute of a module."""
 SAMPLE_SIZE = 8
 """Addresses compared at every call with ``check_parameters="sample"``; N tensors take N / 8 calls."""
@@ -35,13 +37,18 @@ class _Binding:
 class _Unwatched:
     """A constant, container, module or tensor whose change raises no event, as it was."""
 
-    def __init__(self, source: str, value: Any) -> None:
-        self.source = source
+    def __init__(self, source: str, value: Any, namespace: dict[str, Any]) -> None:
+        self.code = compile(source, f"<{source}>", "eval")  # compiled once: a call looks at it
+        self.namespace = namespace
         self.value = value
         self.shape = _shape_of(value)
 
-    def differs(self, now: Any) -> bool:
+    def differs(self) -> bool:
         """Whether something else is there now."""
+        try:
+            now = eval(self.code, self.namespace)  # noqa: S307 - Dynamo's own source text
+        except (AttributeError, KeyError, IndexError):
+            return True
         if now is self.value:
             return _shape_of(now) != self.shape
         is_constant = isinstance(now, (int, float, complex, str, bytes))
@@ -135,7 +142,9 @@ class BoundState:
         modules = [value for value in found if isinstance(value, torch.nn.Module)]
         self.watch.cover([*(self.root.modules() if self.root is not None else ()), *modules])
         sources = [*self.read, *(b.source for b in self.bindings if b.source.startswith("L["))]
-        self.unwatched = [_Unwatched(source, self.current(source)) for source in sources if not self.is_watched(source)]
+        namespace = {"L": self.assumptions.scope, "G": self.frame_globals}
+        unwatched = [source for source in dict.fromkeys(sources) if not self.is_watched(source)]
+        self.unwatched = [_Unwatched(source, self.current(source), namespace) for source in unwatched]
         self.next_unwatched = itertools.cycle(self.unwatched)
 
     def is_watched(self, source: str) -> bool:
@@ -148,7 +157,7 @@ class BoundState:
     def unwatched_moved(self) -> bool:
         """Whether the next thing that no event tells of, or any with ``check_parameters="always"``, is another one."""
         chosen = self.unwatched if self.check_all else [next(self.next_unwatched)]
-        return any(one.differs(self.current(one.source)) for one in chosen)
+        return any(one.differs() for one in chosen)
 
     def alias_pattern(self) -> tuple[int, ...] | None:
         """Return which bound tensors share memory, where the graph writes to one of them."""
