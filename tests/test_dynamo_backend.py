@@ -179,3 +179,16 @@ def test_int_arguments_and_sizes() -> None:
         compiled = by_torch(model)
         for num_rows, n in ((4, 3), (7, 5), (6, 2)):
             torch.testing.assert_close(compiled(rows(num_rows), n), model(rows(num_rows), n))
+
+
+def test_a_float_that_changes_is_an_input() -> None:
+    """Dynamo passes it as a tensor and reads a number from that, which no size tells."""
+
+    def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x * factor + 1
+
+    fast = torch.compile(scaled, backend="piecework", options={"piece_compiler": "eager"})
+    x = torch.randn(4, 6)
+    with torch.no_grad():
+        for factor in (1.0, 2.5, 3.5):
+            torch.testing.assert_close(fast(x, factor), scaled(x, factor))

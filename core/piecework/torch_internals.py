@@ -48,6 +48,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 from torch.utils._sympy.value_ranges import ValueRanges
 
 __all__ = [
@@ -281,7 +282,8 @@ def is_known_number(value: Any) -> bool:
     if isinstance(value, tuple):
         return len(value) > 0 and all(is_known_number(item) for item in value)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return not free_unbacked_symbols(value)
+        is_float = any(symbol_is_type(s, SymT.FLOAT) for s in value.node.expr.free_symbols)  # read from a tensor
+        return not is_float and not free_unbacked_symbols(value)
     return isinstance(value, (int, float, bool))
 
 
