@@ -56,7 +56,7 @@ class Implementation:
         inner: Any = None
         try:
             inner = yield
-        except BaseException as error:
+        except BaseException as error:  # Thrown into the wrapper below, which lets it go on.
             failure = error
         try:
             if failure is not None:

@@ -37,9 +37,36 @@ def compile_graph(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], co
         if "unbacked_bindings" not in str(error):
             raise
         # torch 2.11 can't lower a slice up to a symbolic size that may be 1; from 2.12 on it can. The core sees what
-        # torch assumes then, and runs the piece uncompiled for other sizes.
+        # torch assumes then, and runs the piece uncompiled for other sizes. It does not take an unused size either.
+        kept = _drop_unused_sizes(graph)
         with symbolic_shapes_config.patch(backed_size_oblivious=False):  # pyright: ignore[reportAttributeAccessIssue]
-            return standalone_compile(graph, inputs, dynamic_shapes="from_graph", options=options)
+            artifact = standalone_compile(
+                graph, [inputs[i] for i in kept], dynamic_shapes="from_graph", options=options
+            )
+        return _TakingSome(artifact, kept)
+
+
+def _drop_unused_sizes(graph: torch.fx.GraphModule) -> list[int]:
+    """Remove the sizes among the inputs of a graph that no node uses; return the positions of the others."""
+    kept: list[int] = []
+    for position, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+        if isinstance(node.meta["example_value"], torch.SymInt) and not node.users:
+            graph.graph.erase_node(node)
+        else:
+            kept.append(position)
+    graph.recompile()
+    return kept
+
+
+@dataclass(frozen=True)
+class _TakingSome:
+    """Calls an artifact with some of the inputs."""
+
+    artifact: Any
+    kept: list[int]
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.artifact(*(inputs[i] for i in self.kept))
 
 
 @dataclass(frozen=True)
@@ -56,6 +83,8 @@ def inner_function(artifact: Any) -> InnerFunction | None:
     There is no API for it, and its place among the closures differs with the version and with
     whether a cache was hit, so it is searched for by type.
     """
+    if isinstance(artifact, _TakingSome):
+        return None
     found = [item for item in _reachable(artifact) if isinstance(item, CompiledFxGraph)]
     if len(found) != 1 or found[0].current_callable is None or found[0].output_strides is None:
         return None
