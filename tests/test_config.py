@@ -20,11 +20,55 @@ def test_defaults_are_those_of_the_design() -> None:
         "level": None,
         "splitting_ops": None,
         "compile_sizes": (),
+        "capture_sizes": None,
+        "max_padding_ratio": 2.0,
+        "rows_independent": None,
+        "max_capture_bytes": None,
+        "static_inputs": (),
+        "static_outputs": False,
         "check_parameters": "sample",
         "on_failure": "error",
         "piece_compiler": None,
+        "capturer": None,
         "plugin_options": {},
     }
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "taken"),
+    [
+        ("capture_sizes", "auto", "auto"),
+        ("capture_sizes", [1, 2], (1, 2)),
+        ("max_padding_ratio", 1, 1.0),
+        ("max_capture_bytes", 2**30, 2**30),
+        ("static_inputs", ["x"], ("x",)),
+        ("static_inputs", True, True),
+        ("rows_independent", False, False),
+    ],
+)
+def test_capture_settings_are_taken(field: str, given: Any, taken: Any) -> None:
+    assert getattr(CompilationConfig(**{field: given}), field) == taken
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "words"),
+    [
+        ("capture_sizes", "all", "a list of sizes, 'auto' or None"),
+        ("capture_sizes", [0], "a positive integer"),
+        ("max_padding_ratio", 0.5, r"a number from 1 \(no padding\) up"),
+        ("max_padding_ratio", float("inf"), "a number from 1"),
+        ("max_padding_ratio", True, "a number from 1"),
+        ("max_capture_bytes", 0, "a positive number of bytes"),
+        ("max_capture_bytes", "1G", "a positive number of bytes"),
+        ("static_inputs", "x", r"write \['x'\]"),
+        ("static_inputs", False, "a list of argument names"),
+        ("static_outputs", 1, "static_outputs must be"),
+        ("rows_independent", "yes", "rows_independent must be"),
+    ],
+)
+def test_other_capture_settings_are_refused_in_words(field: str, given: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        CompilationConfig(**{field: given})
 
 
 @pytest.mark.parametrize("given", [3, CompilationLevel.PIECEWISE, "PIECEWISE", "piecewise", "PieceWise"])

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from piecework import hookspecs, pieces
+from piecework import capturing, hookspecs, pieces
 from piecework.implementations import hook_arguments, read_implementations
 from piecework.loading import Origin
 
@@ -20,6 +20,7 @@ def test_surface() -> None:
     assert hook_arguments() == {
         "piecework_splitting_ops": ("config",),
         "piecework_compile_piece": ("piece", "config"),
+        "piecework_capturer": ("device", "config"),
     }
 
 
@@ -44,6 +45,8 @@ def test_example_is_a_plugin_as_it_stands(hook: str, monkeypatch: pytest.MonkeyP
     public.hookimpl = hookspecs.hookimpl
     for name in ("CompiledPiece", "Piece", "SplittingOp"):
         setattr(public, name, getattr(pieces, name))
+    for name in ("Capture", "CaptureMemory", "Capturer"):
+        setattr(public, name, getattr(capturing, name))
     monkeypatch.setitem(__import__("sys").modules, "piecework", public)
     plugin = types.ModuleType("example")
     exec(textwrap.dedent(text.partition("Example::")[2]), plugin.__dict__)

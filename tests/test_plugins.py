@@ -139,7 +139,7 @@ def test_order_of_asking_is_logged_once(caplog: pytest.LogCaptureFixture) -> Non
     manager.compile_piece(PIECE, config())
     manager.compile_piece(PIECE, config())
     assert [r.getMessage() for r in caplog.records] == [
-        "pieces are offered to a, b, in this order; piece_compiler chooses one"
+        "piecework_compile_piece asks a, b, in this order; piece_compiler chooses one"
     ]
 
 

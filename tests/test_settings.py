@@ -262,6 +262,13 @@ FIELD_VALUES: dict[str, list[Any]] = {
     "on_failure": ["error", "eager"],
     "piece_compiler": [None, "eager", "inductor"],
     "plugin_options": [{}, {"p": {"x": 1}}],
+    "capture_sizes": [None, "auto", (), (1, 2)],
+    "max_padding_ratio": [1.0, 2.0, 4.0],
+    "rows_independent": [None, True, False],
+    "max_capture_bytes": [None, 1, 2**40],
+    "static_inputs": [(), True, ("x",)],
+    "static_outputs": [True, False],
+    "capturer": [None, "none", "emulated"],
 }
 given_fields = st.fixed_dictionaries({}, optional={name: st.sampled_from(v) for name, v in FIELD_VALUES.items()})
 

@@ -24,6 +24,7 @@ def test_exported_names() -> None:
         *("PieceworkError", "ConfigError", "PluginError", "SplitError", "CompileError", "TraceDepartureError"),
         *("GradientNotSupported", "PieceworkWarning"),
         *("hookimpl", "Piece", "InputKind", "SplittingOp", "CompiledPiece"),
+        *("Capturer", "Capture", "CaptureMemory", "Recordable", "CaptureError", "StaleCaptureError"),
     }
     for name in piecework.__all__:
         assert getattr(piecework, name) is not None
@@ -33,13 +34,15 @@ def test_hooks_and_their_arguments() -> None:
     assert {hook: tuple(arguments) for hook, arguments in hook_arguments().items()} == {
         "piecework_splitting_ops": ("config",),
         "piecework_compile_piece": ("piece", "config"),
+        "piecework_capturer": ("device", "config"),
     }
 
 
 def test_config_fields() -> None:
     assert set(CompilationConfig.model_fields) == {
         *("level", "splitting_ops", "compile_sizes", "check_parameters", "on_failure", "piece_compiler"),
-        "plugin_options",
+        *("plugin_options", "capturer", "capture_sizes", "max_padding_ratio", "rows_independent"),
+        *("max_capture_bytes", "static_inputs", "static_outputs"),
     }
 
 

@@ -15,10 +15,12 @@ if TYPE_CHECKING:
         support_torch_compile,
         verify_assumptions,
     )
+    from piecework.capturing import Capture, CaptureMemory, Capturer, Recordable
     from piecework.config import CompilationConfig
     from piecework.config_checks import CompilationLevel
     from piecework.counting import counters
     from piecework.errors import (
+        CaptureError,
         CompileError,
         ConfigError,
         GradientNotSupported,
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
         PieceworkWarning,
         PluginError,
         SplitError,
+        StaleCaptureError,
         TraceDepartureError,
     )
     from piecework.hookspecs import hookimpl
@@ -44,12 +47,13 @@ _HOMES = {
     "piecework.api": (
         *("compile", "ignore_torch_compile", "release", "reset", "support_torch_compile", "verify_assumptions"),
     ),
+    "piecework.capturing": ("Capture", "CaptureMemory", "Capturer", "Recordable"),
     "piecework.config": ("CompilationConfig",),
     "piecework.config_checks": ("CompilationLevel",),
     "piecework.counting": ("counters",),
     "piecework.errors": (
-        *("CompileError", "ConfigError", "GradientNotSupported", "PieceworkError", "PieceworkWarning", "PluginError"),
-        *("SplitError", "TraceDepartureError"),
+        *("CaptureError", "CompileError", "ConfigError", "GradientNotSupported", "PieceworkError", "PieceworkWarning"),
+        *("PluginError", "SplitError", "StaleCaptureError", "TraceDepartureError"),
     ),
     "piecework.hookspecs": ("hookimpl",),
     "piecework.pieces": ("CompiledPiece", "InputKind", "Piece", "SplittingOp"),
@@ -61,6 +65,10 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Capture",
+    "CaptureError",
+    "CaptureMemory",
+    "Capturer",
     "CompilationConfig",
     "CompilationLevel",
     "CompileError",
@@ -72,9 +80,11 @@ __all__ = [
     "PieceworkError",
     "PieceworkWarning",
     "PluginError",
+    "Recordable",
     "Report",
     "SplitError",
     "SplittingOp",
+    "StaleCaptureError",
     "TraceDepartureError",
     "compile",
     "counters",

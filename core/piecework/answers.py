@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from piecework.capturing import Capturer
 from piecework.implementations import Implementation
 from piecework.pieces import CompiledPiece, SplittingOp
 
@@ -65,5 +66,24 @@ def check_compiled_piece(implementation: Implementation, answer: object) -> Comp
     return answer
 
 
-CHECKS = {"piecework_splitting_ops": check_splitting_ops, "piecework_compile_piece": check_compiled_piece}
+def check_capturer(implementation: Implementation, answer: object) -> Capturer | None:
+    """Return the answer, if it is one that may be given."""
+    if answer is None:
+        return None
+    if not isinstance(answer, Capturer):
+        raise implementation.refuse(answer, "an instance of a subclass of piecework.Capturer, or None")
+    given = _given.get()
+    if implementation.is_wrapper and not given:
+        raise implementation.refuse(
+            answer, "None where nobody captures; to capture, implement the hook without wrapper=True"
+        )
+    given.append((implementation, answer))
+    return answer
+
+
+CHECKS = {
+    "piecework_splitting_ops": check_splitting_ops,
+    "piecework_compile_piece": check_compiled_piece,
+    "piecework_capturer": check_capturer,
+}
 """What becomes of an answer, by hook: returned as its typed form, or refused."""

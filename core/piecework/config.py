@@ -12,11 +12,17 @@ from typing_extensions import Self
 from piecework.config_checks import (
     CompilationLevel,
     Size,
+    check_capture_sizes,
+    check_flag,
     check_level,
+    check_optional_bytes,
+    check_optional_flag,
     check_optional_name,
     check_plugin_options,
+    check_ratio,
     check_sizes,
     check_splitting_ops,
+    check_static_inputs,
     show,
     unknown,
 )
@@ -49,12 +55,27 @@ class CompilationConfig(BaseModel):
     """Exactly these; ``None``: those of the plugins and of ``set_attention_ops``; ``()``: none."""
     compile_sizes: Annotated[tuple[Size, ...], checked_by(check_sizes)] = ()
     """Sizes to compile exactly for, besides the general shape."""
+    capture_sizes: Annotated[tuple[Size, ...] | Literal["auto"] | None, checked_by(check_capture_sizes)] = None
+    """Sizes to capture; ``"auto"``: a size seen three times; ``()``: nothing; ``None``: those of a compile context,
+    outside of one ``"auto"`` for ``compile`` and ``backend="piecework"``, nothing for a decorated class."""
+    max_padding_ratio: Annotated[float, checked_by(check_ratio)] = 2.0
+    """A call may be padded to a captured size of up to so many times its own, where rows are independent."""
+    rows_independent: Annotated[bool | None, checked_by(check_optional_flag)] = None
+    """The user asserts that no row depends on another, or that it does; ``None``: find out."""
+    max_capture_bytes: Annotated[int | None, checked_by(check_optional_bytes)] = None
+    """Budget for all captures of a model; ``None``: no limit but the device's."""
+    static_inputs: Annotated[tuple[str, ...] | Literal[True], checked_by(check_static_inputs)] = ()
+    """Names of the arguments that the caller keeps in place, so that they are not copied; ``True``: all."""
+    static_outputs: Annotated[bool, checked_by(check_flag)] = False
+    """Results may be overwritten by the next call; ``False``: they are the caller's own."""
     check_parameters: Literal["sample", "always"] = "sample"
     """How soon a raw change of a parameter's storage is noticed: within some calls, or at once."""
     on_failure: Literal["error", "eager"] = "error"
-    """What follows a departure from the trace or a failed compile: an error, or an eager run."""
+    """What follows a departure from the trace, a failed compile or capture, or a stale capture."""
     piece_compiler: Annotated[str | None, checked_by(check_optional_name)] = None
     """Name of the plugin that must compile the pieces (``"eager"``: none); ``None``: the first that answers."""
+    capturer: Annotated[str | None, checked_by(check_optional_name)] = None
+    """Name of the plugin that must capture (``"none"``: nothing is captured); ``None``: the first that answers."""
     plugin_options: Annotated[dict[str, dict[str, Any]], checked_by(check_plugin_options)] = Field(default_factory=dict)
     """By plugin name; checked by the plugin that owns them."""
 

@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
-from typing import Any
+from typing import Any, Literal
 
 from piecework.errors import ConfigError
 from piecework.pieces import SplittingOp
@@ -96,6 +96,50 @@ def check_size(value: Any, what: str) -> Size:
             for dim, length in value.items()
         }
     return check_length(value, what, allowed="a positive integer, or one per named dim such as {'batch': 4, 'seq': 1}")
+
+
+def check_capture_sizes(value: Any, what: str) -> tuple[Size, ...] | Literal["auto"] | None:
+    """Take sizes, ``"auto"`` or None."""
+    if value is None or value == "auto":
+        return value
+    if isinstance(value, str):
+        raise ConfigError(f"{what} must be a list of sizes, 'auto' or None, got {show(value)}")
+    return check_sizes(value, what)
+
+
+def check_ratio(value: Any, what: str) -> float:
+    """Take a finite number of at least 1."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 1 <= value < math.inf:
+        raise ConfigError(f"{what} must be a number from 1 (no padding) up, got {show(value)}")
+    return float(value)
+
+
+def check_optional_bytes(value: Any, what: str) -> int | None:
+    """Take a positive number of bytes, or None."""
+    return None if value is None else check_length(value, what, allowed="a positive number of bytes, or None")
+
+
+def check_flag(value: Any, what: str) -> bool:
+    """Take True or False."""
+    if isinstance(value, bool):
+        return value
+    raise ConfigError(f"{what} must be True or False, got {show(value)}")
+
+
+def check_optional_flag(value: Any, what: str) -> bool | None:
+    """Take True, False or None."""
+    if value is None or isinstance(value, bool):
+        return value
+    raise ConfigError(f"{what} must be True, False or None, got {show(value)}")
+
+
+def check_static_inputs(value: Any, what: str) -> tuple[str, ...] | Literal[True]:
+    """Take names of arguments, or True for all."""
+    if value is True:
+        return True
+    names = check_sequence(value, what, of="argument names", example="['input_ids'], or True for all")
+    return tuple(check_name(name, f"{what}[{index}]", allowed="an argument's name") for index, name in enumerate(names))
 
 
 def check_length(value: Any, what: str, *, allowed: str = "a positive integer") -> int:

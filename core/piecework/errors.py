@@ -21,6 +21,14 @@ class CompileError(PieceworkError):
     """A model can't be traced as one graph, or a piece can't be compiled."""
 
 
+class CaptureError(PieceworkError):
+    """A size can't be captured: the device refuses something, or its memory does not suffice."""
+
+
+class StaleCaptureError(CaptureError):
+    """What a captured size reads has moved, and ``freeze`` forbids to capture it again."""
+
+
 class TraceDepartureError(PieceworkError):
     """A call, or the state of the model, departs from what the one trace assumed."""
 

@@ -8,10 +8,11 @@ point of the group ``piecework``. In the order in which one forward meets the ho
     |-- trace the model                once
     |   `-- piecework_splitting_ops    once per traced graph: where to cut
     |-- split the graph, find the pieces that are alike
-    `-- for each unique piece, and for the general shape and each exact size
-        `-- piecework_compile_piece    once: who compiles it
+    |-- for each unique piece, and for the general shape and each exact size
+    |   `-- piecework_compile_piece    once: who compiles it
+    `-- piecework_capturer             once per device and process: who records graphs there
     every later call
-    `-- no hook at all
+    `-- no hook at all; a size that is captured then uses the capturer at hand
 
 Order. Plugins named in ``PIECEWORK_PLUGINS`` are asked first, in that order, whatever they mark.
 The rest follow: ``tryfirst=True``, then unmarked, then ``trylast=True``, each by name. Wrappers
@@ -33,6 +34,9 @@ import pluggy
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+
+    from piecework.capturing import Capturer
     from piecework.pieces import CompiledPiece, Piece, SplittingOp
     from piecework.settings import CompilationConfig
 
@@ -121,4 +125,58 @@ def piecework_compile_piece(piece: Piece, config: CompilationConfig) -> Compiled
             if any(node.op == "call_module" for node in piece.graph.graph.nodes):
                 return None
             return CompiledPiece(piece.graph.forward)
+    """
+
+
+@hookspec(firstresult=True)
+def piecework_capturer(device: torch.device, config: CompilationConfig) -> Capturer | None:
+    """Bring what records graphs on a device.
+
+    Called once per device, at the first compilation at level 3 whose pieces run there; all models of the process
+    share the answer, and with it one pool. Stops at first non-None result. With ``config.capturer`` set, only that
+    plugin's implementation is called, or none for ``"none"``; wrappers of every plugin still run.
+
+    Args:
+        device: with its index, such as ``cuda:0``; ``cpu`` where the model runs on no accelerator.
+        config: the settings of the compilation that needs it first. Frozen; the core owns it.
+
+    Returns:
+        A ``Capturer``, which the core owns from here on. ``None``: this plugin records nothing on such a device,
+        and the next one is asked. When all answer ``None``, every size runs uncaptured; where
+        ``config.capturer`` names a plugin, that is a ``CaptureError``.
+
+    A wrapper receives the ``Capturer``, or ``None``. It may return another ``Capturer`` or ``None`` in place of
+    one, but nothing other than ``None`` in place of ``None``.
+
+    Raises:
+        PieceworkError: may be raised, and reaches the caller of the compiled model unchanged. Any other exception
+            does so as a ``PluginError`` that names the plugin.
+
+    Example::
+
+        from piecework import Capture, CaptureMemory, Capturer, hookimpl
+
+        class RunsAgain(Capturer):
+            # Records nothing: a replay is another run, into the same memory.
+            def session(self):
+                return contextlib.nullcontext()
+
+            def capture(self, fn):
+                outputs = fn()
+
+                def replay():
+                    for kept, fresh in zip(outputs, fn()):
+                        kept.copy_(fresh)
+
+                return Capture(replay, outputs)
+
+            def memory(self):
+                return CaptureMemory(pool_bytes=0)
+
+            def release(self):
+                pass
+
+        @hookimpl
+        def piecework_capturer(device):
+            return RunsAgain(device) if device.type == "cpu" else None
     """

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from piecework.answers import CHECKS, recording
 from piecework.errors import ConfigError, PluginError, PluginWarning
@@ -29,6 +29,9 @@ from piecework.loading import (
 from piecework.pieces import CompiledPiece, SplittingOp
 
 if TYPE_CHECKING:
+    import torch
+
+    from piecework.capturing import Capturer
     from piecework.pieces import Piece
     from piecework.settings import CompilationConfig
 
@@ -36,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 EAGER = "eager"
 """The ``piece_compiler`` that is no plugin: pieces run as they are."""
+NONE = "none"
+"""The ``capturer`` that is no plugin: nothing is captured."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class PluginManager:
         self._absent: list[PluginInfo] = []
         self._implementations: list[Implementation] = []
         self._named: tuple[str, ...] = ()
-        self._said_who_is_asked = False
+        self._said_who_is_asked: set[str] = set()
         self._arrange()
 
     def load(self, *, selection: str | None = None, report: bool = True) -> None:
@@ -215,30 +220,48 @@ class PluginManager:
             PluginError: a plugin failed or answered with something else, or ``config.piece_compiler`` names a
                 plugin that can't compile pieces.
         """
-        hook = "piecework_compile_piece"
-        chosen = config.piece_compiler
-        if chosen is None:
-            self._say_who_is_asked(hook)
-            call = self._caller.hook.piecework_compile_piece
-        else:
-            self._check_can_compile(chosen, hook)
-            others = [
-                registered
-                for registered in self._caller.get_plugins()
-                if registered.implementation.hook == hook
-                and not registered.implementation.is_wrapper
-                and registered.implementation.origin.name != chosen
-            ]
-            call = self._caller.subset_hook_caller(hook, others)
+        call = self._caller_of("piecework_compile_piece", config, "piece_compiler", EAGER)
         with recording() as given:
             compiled = call(piece=piece, config=config)
         return (compiled, given[0][0].origin.name) if compiled is not None else None
 
-    def _say_who_is_asked(self, hook: str) -> None:
+    def capturer(self, device: torch.device, config: CompilationConfig) -> tuple[Capturer, str] | None:
+        """Ask for the capturer of a device, and return it with the name of its plugin.
+
+        Returns:
+            ``None`` if nobody captures there: no plugin wanted to, ``config.capturer`` is ``"none"``, or the plugin
+            that it names answered ``None``.
+
+        Raises:
+            PluginError: a plugin failed or answered with something else, or ``config.capturer`` names a plugin
+                that can't capture.
+        """
+        call = self._caller_of("piecework_capturer", config, "capturer", NONE)
+        with recording() as given:
+            capturer = call(device=device, config=config)
+        return (capturer, given[0][0].origin.name) if capturer is not None else None
+
+    def _caller_of(self, hook: str, config: CompilationConfig, setting: str, own_answer: str) -> Any:
+        """Return what calls a hook: all that implement it, or the one that a setting chooses."""
+        chosen = getattr(config, setting)
+        if chosen is None:
+            self._say_who_is_asked(hook, setting)
+            return getattr(self._caller.hook, hook)
+        self._check_implements(chosen, hook, setting, own_answer)
+        others = [
+            registered
+            for registered in self._caller.get_plugins()
+            if registered.implementation.hook == hook
+            and not registered.implementation.is_wrapper
+            and registered.implementation.origin.name != chosen
+        ]
+        return self._caller.subset_hook_caller(hook, others)
+
+    def _say_who_is_asked(self, hook: str, setting: str) -> None:
         names = self._names_of_answering(hook)
-        if len(names) > 1 and not self._said_who_is_asked:
-            self._said_who_is_asked = True
-            logger.info("pieces are offered to %s, in this order; piece_compiler chooses one", ", ".join(names))
+        if len(names) > 1 and hook not in self._said_who_is_asked:
+            self._said_who_is_asked.add(hook)
+            logger.info("%s asks %s, in this order; %s chooses one", hook, ", ".join(names), setting)
 
     def check_options(self, config: CompilationConfig) -> None:
         """Check that the plugins that ``plugin_options`` names are there; each checks what its own say.
@@ -259,22 +282,21 @@ class PluginManager:
         names = (i.origin.name for i in self._implementations if i.hook == hook and not i.is_wrapper)
         return tuple(dict.fromkeys(names))
 
-    def _check_can_compile(self, name: str, hook: str) -> None:
-        compilers = self._names_of_answering(hook)
-        if name == EAGER or name in compilers:
+    def _check_implements(self, name: str, hook: str, setting: str, own_answer: str) -> None:
+        able = self._names_of_answering(hook)
+        if name == own_answer or name in able:
             return
         absent = [info for info in self._absent if info.name == name]
         if absent:
             causes = "; ".join(f"{info.state}: {info.cause}" for info in absent)
-            raise PluginError(f"piece_compiler={name!r}: the plugin is installed but {causes}")
+            raise PluginError(f"{setting}={name!r}: the plugin is installed but {causes}")
         if name in self._active:
-            able = ", ".join((*compilers, EAGER))
             raise PluginError(
-                f"piece_compiler={name!r}: the plugin does not implement {hook} (a wrapper does not count); "
-                f"those that do: {able}"
+                f"{setting}={name!r}: the plugin does not implement {hook} (a wrapper does not count); "
+                f"those that do: {', '.join((*able, own_answer))}"
             )
         known = {info.name: info.distribution or "" for info in self.infos()}
-        raise PluginError(f"piece_compiler={name!r}: {not_installed(name, {**known, EAGER: ''})}")
+        raise PluginError(f"{setting}={name!r}: {not_installed(name, {**known, own_answer: ''})}")
 
 
 def _own_name(plugin: object) -> str:
