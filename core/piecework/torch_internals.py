@@ -362,6 +362,7 @@ def size_hint(size: torch.SymInt) -> int:
 
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
+HigherOrderOperator = torch._ops.HigherOrderOperator
 
 
 def packet_name(packet: OpOverloadPacket) -> str:
