@@ -6,8 +6,10 @@ import types
 from typing import Any, cast
 
 import pytest
+import torch
 
 from piecework import testing
+from piecework.config import CompilationConfig
 from piecework.errors import PluginError
 from piecework.hookspecs import hookimpl
 from piecework.plugins import PluginManager, plugin_manager
@@ -40,7 +42,7 @@ def test_names_come_from_the_pair_the_attribute_the_module_or_the_class() -> Non
     named = Namer()
     cast(Any, named).name = "named"
     with testing.plugins(("pair", Namer()), module, named, Namer) as manager:
-        assert {info.name for info in manager.infos()} == {"pair", "some_module", "named", "Namer"}
+        assert {info.name for info in manager.infos()} == {"pair", "some_module", "named", "Namer", "emulated"}
         assert {info.distribution for info in manager.infos()} == {None}
 
 
@@ -70,3 +72,17 @@ def test_installed_plugins_are_loaded_on_request(monkeypatch: pytest.MonkeyPatch
         assert loaded == []
     with testing.plugins(Namer, load_installed=True):
         assert loaded == ["a"]
+
+
+def test_a_capturer_of_the_user_is_asked_before_the_emulated_one() -> None:
+    class Capturing:
+        @hookimpl
+        def piecework_capturer(self) -> None: ...
+
+    with testing.plugins(("zzz", Capturing())) as manager:
+        assert manager.order("piecework_capturer") == ("zzz", "emulated")
+        found = manager.capturer(torch.device("cpu"), CompilationConfig())
+        assert found is not None
+        assert isinstance(found[0], testing.EmulatedCapturer)
+        assert found[1] == "emulated"
+        assert manager.capturer(torch.device("meta"), CompilationConfig()) is None

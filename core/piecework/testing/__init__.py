@@ -7,13 +7,19 @@ from contextlib import contextmanager
 
 from piecework.plugins import PluginManager, use_plugin_manager
 from piecework.settings import plugin_selection
+from piecework.testing import emulated
+from piecework.testing.emulated import EmulatedCapturer
 
-__all__ = ["plugins"]
+__all__ = ["EmulatedCapturer", "emulated", "plugins"]
 
 
 @contextmanager
 def plugins(*registered: object, load_installed: bool = False) -> Iterator[PluginManager]:
-    """Use exactly these plugins for one block, in every thread.
+    """Use these plugins for one block, in every thread, and of others only the emulated capturer.
+
+    That one, ``piecework.testing.emulated``, captures on the CPU as a device would, so that level 3 can be tested
+    without one. It is asked after every capturer that does not mark ``trylast``; ``capturer="none"`` in
+    the config switches it off.
 
     ::
 
@@ -38,5 +44,6 @@ def plugins(*registered: object, load_installed: bool = False) -> Iterator[Plugi
             manager.register(plugin, name=name)
         else:
             manager.register(item)
+    manager.register(emulated, name="emulated")
     with use_plugin_manager(manager):
         yield manager
