@@ -164,3 +164,15 @@ def test_subclass_made_after_its_base_is_watched_tells_too() -> None:
     call(rows(4))
     model.scale = 3.0
     refuses(call, rows(4), match="self.scale")
+
+
+def test_closing_the_last_watch_puts_ordinary_dicts_back() -> None:
+    model = nn.Linear(2, 2)
+    first, second = Watch(), Watch()
+    first.cover([model])
+    second.cover([model])
+    first.close()
+    assert type(model._parameters) is not dict
+    second.close()
+    assert type(model._parameters) is dict
+    assert list(model._parameters) == ["weight", "bias"]

@@ -49,6 +49,8 @@ class Watch:
                 watches = _watches.get(id(module.__dict__))
                 if watches is not None:
                     watches.discard(self)
+                if not watches:
+                    _take_counting_dicts(module)  # A later trace looks at what is there.
 
 
 def watched_modules() -> list[nn.Module]:
