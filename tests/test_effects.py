@@ -235,3 +235,15 @@ def test_declared_writes_of_an_op_of_a_library() -> None:
     nodes, effects = effects_of(model, rows(4))
     (fill,), (out,) = nodes_with(nodes, "fill"), nodes_with(nodes, "empty_like")
     assert effects.written[fill] == set(effects.storages[out])
+
+
+def test_running_statistics_of_norms_are_written_in_training_only() -> None:
+    def model(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> torch.Tensor:
+        y = F.batch_norm(x, mean, var, training=True)
+        y = y + F.batch_norm(x, mean, var, training=False)
+        y = y + torch.batch_norm(x, None, None, mean, var, True, 0.1, 1e-5, False)
+        return y + F.instance_norm(x.unsqueeze(2).expand(-1, -1, 3), mean, var, use_input_stats=True)[:, :, 0]
+
+    nodes, effects = effects_of(model, rows(4), torch.zeros(6), torch.ones(6))
+    norms = nodes_with(nodes, "norm")
+    assert [len(effects.written[node]) for node in norms] == [2, 0, 2, 2]

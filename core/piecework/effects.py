@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -132,6 +133,8 @@ class _Finder(Interpreter):
             return
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         overload = overload_of(node, args, kwargs)
+        if op_name(node) in _NORMS_WITH_RUNNING_STATISTICS:
+            yield from _running_statistics(node, overload, args, kwargs)
         if overload is None:
             return
         for position, argument in enumerate(internals.op_schema(overload).arguments):
@@ -172,6 +175,32 @@ class _Finder(Interpreter):
         sizes = (*tensor.size(), *tensor.stride(), tensor.storage_offset())
         expressions = tuple(internals.size_expression(size, self.shape_env) for size in sizes)
         return tensor.dtype, tensor.dim(), expressions, tensor.is_conj(), tensor.is_neg()
+
+
+_NORMS_WITH_RUNNING_STATISTICS = frozenset(
+    f"aten::{name}" for name in ("batch_norm", "instance_norm", "native_batch_norm", "cudnn_batch_norm")
+)
+"""Ops that write to their running statistics, which neither their schema nor a version counter tells."""
+
+
+def _running_statistics(
+    node: Node, overload: internals.OpOverload | None, args: Any, kwargs: dict[str, Any]
+) -> Iterator[int]:
+    """Yield the storages of running statistics, if this call updates them."""
+    if overload is not None:
+        names = [argument.name for argument in internals.op_schema(overload).arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+    elif inspect.isfunction(node.target):
+        bound = inspect.signature(node.target).bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+    else:  # torch.batch_norm and torch.instance_norm agree on these places
+        names = ("input", "weight", "bias", "running_mean", "running_var", "training")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if given.get("training", given.get("use_input_stats")):
+        for tensor in tensors_in([given.get("running_mean"), given.get("running_var")]):
+            if (key := internals.storage_key(tensor)) is not None:
+                yield key
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
