@@ -20,7 +20,11 @@ def test_json_shows_what_is_known_of_each_plugin(tmp_path: Path) -> None:
     child = run_child("-m piecework plugins --json", site, PIECEWORK_PLUGINS="-off")
     assert (child.returncode, child.stderr) == (0, "")
     report = json.loads(child.stdout)
-    assert report["order"] == {"piecework_splitting_ops": [], "piecework_compile_piece": ["zeta", "alpha"]}
+    assert report["order"] == {
+        "piecework_splitting_ops": [],
+        "piecework_compile_piece": ["zeta", "alpha"],
+        "piecework_capturer": [],
+    }
     plugins = report["plugins"]
     assert [(p["name"], p["position"], p["state"]) for p in plugins] == [
         ("zeta", 0, "active"),

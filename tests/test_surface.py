@@ -19,6 +19,7 @@ ROOT = CORE.parents[1]
 def test_exported_names() -> None:
     assert set(piecework.__all__) == {
         *("compile", "support_torch_compile", "ignore_torch_compile", "release", "report", "reset"),
+        *("capture", "freeze"),
         *("set_attention_ops", "set_compilation_config", "set_compile_context", "set_torch_compile_backend"),
         *("verify_assumptions", "counters", "CompilationConfig", "CompilationLevel", "Report"),
         *("PieceworkError", "ConfigError", "PluginError", "SplitError", "CompileError", "TraceDepartureError"),
@@ -56,7 +57,7 @@ def test_environment_variables() -> None:
 def test_counters() -> None:
     assert set(Counters().snapshot()) == {
         *("num_graphs_seen", "num_pieces_seen", "num_capturable_pieces_seen", "num_unique_pieces"),
-        "num_piece_compilations",
+        *("num_piece_compilations", "num_graph_captures", "num_graph_replays"),
     }
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from piecework.api import (
+        capture,
         compile,
         ignore_torch_compile,
         release,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from piecework.hookspecs import hookimpl
     from piecework.pieces import CompiledPiece, InputKind, Piece, SplittingOp
     from piecework.process_settings import (
+        freeze,
         set_attention_ops,
         set_compilation_config,
         set_compile_context,
@@ -45,7 +47,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "piecework.api": (
-        *("compile", "ignore_torch_compile", "release", "reset", "support_torch_compile", "verify_assumptions"),
+        *("capture", "compile", "ignore_torch_compile", "release", "reset", "support_torch_compile"),
+        *("verify_assumptions",),
     ),
     "piecework.capturing": ("Capture", "CaptureMemory", "Capturer", "Recordable"),
     "piecework.config": ("CompilationConfig",),
@@ -58,7 +61,8 @@ _HOMES = {
     "piecework.hookspecs": ("hookimpl",),
     "piecework.pieces": ("CompiledPiece", "InputKind", "Piece", "SplittingOp"),
     "piecework.process_settings": (
-        *("set_attention_ops", "set_compilation_config", "set_compile_context", "set_torch_compile_backend"),
+        *("freeze", "set_attention_ops", "set_compilation_config", "set_compile_context"),
+        *("set_torch_compile_backend",),
     ),
     "piecework.tools.report": ("Report", "report"),
 }
@@ -86,8 +90,10 @@ __all__ = [
     "SplittingOp",
     "StaleCaptureError",
     "TraceDepartureError",
+    "capture",
     "compile",
     "counters",
+    "freeze",
     "hookimpl",
     "ignore_torch_compile",
     "release",

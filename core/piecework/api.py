@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 
 from piecework.arguments import DynamicDims, dynamic_dims
 from piecework.config import CompilationConfig
-from piecework.config_checks import CompilationLevel
+from piecework.config_checks import CompilationLevel, Size, check_sizes
 from piecework.counting import counters
 from piecework.errors import ConfigError, TraceDepartureError
 from piecework.forward import Forward, all_forwards, compile_lock
@@ -315,6 +315,8 @@ def forward_of(model: Any, what: str) -> Forward:
     if isinstance(forward, Forward):
         return forward
     if getattr(type(model), "__piecework_decoration__", None) is not None:
+        if isinstance(state, _InstanceState):
+            raise ConfigError(f"{what}: this {type(model).__qualname__} stays eager (enable_if, ignore_torch_compile)")
         raise ConfigError(f"{what}: this {type(model).__qualname__} has not been called yet")
     kind = type(model).__qualname__
     hint = "; for torch.compile(backend='piecework') look at piecework.counters" if isinstance(model, nn.Module) else ""
@@ -323,8 +325,52 @@ def forward_of(model: Any, what: str) -> Forward:
     )
 
 
+def capture(
+    model: Any,
+    sizes: Sequence[Size],
+    example_inputs: tuple[Any, ...] | list[Any] | Mapping[str, Any] | torch.Tensor,
+    *,
+    show_progress: bool | None = None,
+) -> None:
+    """Capture sizes at once, the largest first; traces and compiles before, where that has not been done.
+
+    Nothing of the model is run for its result: no splitting op runs, and no parameter, buffer or argument changes.
+
+    Args:
+        model: what ``compile`` returned, or an instance of a decorated class at level 3.
+        sizes: numbers of rows, or a value per named dim such as ``{"batch": 4, "seq": 1}``.
+        example_inputs: the arguments of one call: a tuple, or a dict of keyword arguments, or one tensor. Those
+            with a dim that varies may have any size; others, such as a cache, are the ones that calls will pass.
+        show_progress: a bar on stderr with the size, the seconds and the free memory; None: on a terminal.
+
+    Raises:
+        ConfigError: the model, the sizes or the inputs are not usable.
+        CaptureError: a size can't be captured, and ``on_failure`` is ``"error"``; those captured before it stay.
+    """
+    from piecework.tools.progress import capture_progress  # It needs rich.
+
+    if getattr(type(model), "__piecework_decoration__", None) is not None and _STATE not in vars(model):
+        _first_call_of_instance(model, type(model).__piecework_call__)
+    forward = forward_of(model, "capture")
+    checked = tuple(check_sizes(sizes, "capture: sizes"))
+    if isinstance(example_inputs, Mapping):
+        args, kwargs = (), dict(example_inputs)
+    elif isinstance(example_inputs, torch.Tensor):
+        args, kwargs = (example_inputs,), {}
+    elif isinstance(example_inputs, (tuple, list)):
+        args, kwargs = tuple(example_inputs), {}
+    else:
+        raise ConfigError(
+            f"capture: example_inputs must be a tuple of arguments or a dict of keyword ones, got {example_inputs!r}"
+        )
+    with capture_progress(forward.owner, len(checked), show=show_progress) as on_size:
+        forward.capture(checked, args, kwargs, on_size)
+
+
 def release(model: Any) -> None:
     """Drop the trace of a compiled model and all that was made of it; the next call starts anew.
+
+    The memory of its captures goes back to the device, unless other models capture in the same pool.
 
     Raises:
         ConfigError: not a compiled model, function or decorated instance.

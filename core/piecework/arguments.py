@@ -258,6 +258,11 @@ class Arguments:
         found = (spec.mismatch(value) for spec, value in zip(self.specs.values(), values, strict=True))
         return next((problem for problem in found if problem), None)
 
+    def tensors_in(self, values: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Return the tensors among the values of a call, in order; the call has this form."""
+        scope = dict(values)
+        return [eval(spec.path, scope) for spec in self.tensors]  # noqa: S307 - paths of our own
+
     def call_text(self, function: str) -> str:
         """Return Python source for calling ``function`` in the style of the first call."""
         given: list[str] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +14,17 @@ from torch.fx import Node
 
 from piecework import torch_internals as internals
 from piecework.compilers import CompiledUniquePiece, compile_exact, compile_pieces
-from piecework.config_checks import CompilationLevel, Size
+from piecework.config import CompilationConfig
+from piecework.config_checks import CompilationLevel
 from piecework.counting import counters
 from piecework.dedupe import UniquePiece, deduplicate
-from piecework.effects import Effects, find_effects
+from piecework.effects import Effects, find_effects, tensors_in
 from piecework.entry import Entry, make_entry
-from piecework.errors import ConfigError
-from piecework.inputs import GraphInputs
+from piecework.inputs import GraphInputs, dim_symbol, key_of_values, size_values
 from piecework.pieces import SplittingOp
+from piecework.plans import Pieces, Plans
 from piecework.plugins import PluginManager
+from piecework.pool import Pool, pool_of
 from piecework.process_settings import attention_ops, compile_context
 from piecework.run import Runs, StraightLine, straight_line, whole_graph
 from piecework.settings import Settings
@@ -49,6 +51,8 @@ class Compiled:
     stage_seconds: dict[str, float]
     split: SplitGraph | None = None
     unique: list[CompiledUniquePiece] = field(default_factory=list)
+    plans: Plans | None = None
+    """The captured sizes; None where nothing can be captured."""
     num_eager_calls: dict[str, int] = field(default_factory=dict)
     """Calls that the original forward answered, by reason."""
 
@@ -87,14 +91,37 @@ class Builder:
         split = self.timed("split", self.split)
         unique = self.timed("dedupe", lambda: self.deduplicate(split))
         compiled = self.timed("compile", lambda: self.compile_unique(unique))
-        run = self.straight_line(split, [one.run for one in by_place(compiled)])
-        exact: dict[Any, StraightLine] = {}
+        general = [one.run for one in by_place(compiled)]
+        exact: dict[Any, list[Callable[..., Any]]] = {}
         if self.settings.config.compile_sizes:
-            exact = self.timed("compile exact sizes", lambda: self.exact_runs(split, compiled))
-        self.log_summary(split, compiled)
+            exact = self.timed("compile exact sizes", lambda: self.exact_runs(compiled))
         needed = self.needed_relations(split, compiled)
-        uncompiled = self.straight_line(split, [step.graph.forward for step in split.pieces]) if needed else None
-        return self.finish(Runs(run, exact, uncompiled, needed), split.effects, split, compiled)
+        by_ops = [step.graph.forward for step in split.pieces]
+        runs = Runs(
+            self.straight_line(split, general),
+            {key: self.straight_line(split, pieces) for key, pieces in exact.items()},
+            self.straight_line(split, by_ops) if needed else None,
+            needed,
+        )
+        plans = self.plans(split, compiled, PieceRuns(general, exact, by_ops, needed, self.trace.sizes.dims))
+        self.log_summary(split, compiled, plans)
+        return self.finish(runs, split.effects, split, compiled, plans)
+
+    def plans(self, split: SplitGraph, compiled: Sequence[CompiledUniquePiece], runs: PieceRuns) -> Plans | None:
+        """Return what captures sizes of this graph; None where nobody captures on its device."""
+        pool = find_pool(split, self.settings.config, self.manager, owner=self.owner)
+        if pool is None:
+            return None
+        keys = [one.unique.piece.key for one in by_place(compiled)]
+        tensors = self.trace.arguments.tensors
+        return Plans(
+            *(split, self.inputs, {i: tensors[i].path for i in self.inputs.tensor_indices}),
+            *(self.settings.config, pool),
+            unique=[one.unique for one in compiled],
+            pieces=lambda key: Pieces(runs.at(key), keys),
+            is_auto=self.forward.is_request,
+            owner=self.owner,
+        )
 
     def timed(self, stage: str, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()
@@ -138,10 +165,10 @@ class Builder:
     def straight_line(self, split: SplitGraph, runs: Sequence[Callable[..., Any]]) -> StraightLine:
         return straight_line(split, runs, self.inputs, name=self.owner)
 
-    def exact_runs(self, split: SplitGraph, compiled: Sequence[CompiledUniquePiece]) -> dict[Any, StraightLine]:
+    def exact_runs(self, compiled: Sequence[CompiledUniquePiece]) -> dict[Any, list[Callable[..., Any]]]:
         """Compile every unique piece for each exact size that was asked for."""
         config = self.settings.config
-        exact: dict[Any, StraightLine] = {}
+        exact: dict[Any, list[Callable[..., Any]]] = {}
         for size in config.compile_sizes:
             values = size_values(size, self.trace.sizes.dims, f"compile_sizes of {self.owner}")
             made: dict[tuple[str, tuple[int, ...]], Callable[..., Any]] = {}
@@ -155,10 +182,7 @@ class Builder:
                     at = dict(zip(one.unique.form.symbols, numbers, strict=True))
                     made[key] = compile_exact(one, size, at, config, self.manager, owner=self.owner)
                 runs.append(made[key])
-            key = (
-                next(iter(values.values())) if len(values) == 1 else tuple(values[dim] for dim in self.trace.sizes.dims)
-            )
-            exact[key] = self.straight_line(split, runs)
+            exact[key_of_values(values)] = runs
         return exact
 
     def loose_relations(self, effects: Effects) -> list[Relation]:
@@ -175,17 +199,23 @@ class Builder:
             return []
         return relations
 
-    def log_summary(self, split: SplitGraph, compiled: Sequence[CompiledUniquePiece]) -> None:
+    def log_summary(self, split: SplitGraph, compiled: Sequence[CompiledUniquePiece], plans: Plans | None) -> None:
         stages = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in self.seconds.items())
         logger.info(
             "%s: %d pieces, %d to compile, %d unique; %s",
             *(self.owner, split.num_pieces, len(split.pieces), len(compiled), stages),
         )
-        if (sizes := compile_context()) is not None:
-            logger.info("%s: nothing here captures graphs, so sizes %s run uncaptured", self.owner, list(sizes))
+        sizes = self.settings.config.capture_sizes or compile_context()
+        if plans is None and sizes is not None:
+            logger.info("%s: nothing here captures graphs, so sizes %s run uncaptured", self.owner, sizes)
 
     def finish(
-        self, runs: Runs, effects: Effects, split: SplitGraph | None, compiled: list[CompiledUniquePiece]
+        self,
+        runs: Runs,
+        effects: Effects,
+        split: SplitGraph | None,
+        compiled: list[CompiledUniquePiece],
+        plans: Plans | None = None,
     ) -> Compiled:
         traced, forward = self.trace, self.forward
         sources = {name: str(traced.inputs[node].source) for node, name in runs.general.bound_names.items()}
@@ -206,6 +236,7 @@ class Builder:
             traced,
             state,
             runs,
+            plans,
             takes_self=forward.takes_self,
             original=forward.original,
             used_tensors=self.inputs.tensor_indices,
@@ -218,8 +249,46 @@ class Builder:
         for name in traced.outputs.returned_inputs:
             entry.namespace[name] = None
         state.note_addresses()
+        if plans is not None:
+            plans.on_captured = state.look_at_all
+            names, namespace = runs.general.bound_names, runs.general.namespace
+            plans.bound = lambda: {node: namespace[name] for node, name in names.items()}
+            state.on_rebound = plans.drop_all
         logger.debug("%s: generated\n%s\n%s", self.owner, entry.source, runs.general.source)
-        return Compiled(self.settings.level, traced, entry, state, runs.general, self.seconds, split, compiled)
+        return Compiled(self.settings.level, traced, entry, state, runs.general, self.seconds, split, compiled, plans)
+
+
+@dataclass(frozen=True)
+class PieceRuns:
+    """The functions of the pieces, by place, for all sizes."""
+
+    general: Sequence[Callable[..., Any]]
+    exact: Mapping[Any, Sequence[Callable[..., Any]]]
+    by_ops: Sequence[Callable[..., Any]]
+    """Run where a relation that compiled code relies on does not hold."""
+    needed: Sequence[Relation]
+    dims: Sequence[str]
+
+    def at(self, key: Any) -> Sequence[Callable[..., Any]]:
+        """Return those for one size."""
+        if key in self.exact:
+            return self.exact[key]
+        values = key if isinstance(key, tuple) else (key,)
+        numbers = {dim_symbol(dim): value for dim, value in zip(self.dims, values, strict=True)}
+        holds = all(relation.expression.xreplace(numbers) == sympy.true for relation in self.needed)
+        return self.general if holds else self.by_ops
+
+
+def find_pool(split: SplitGraph, config: CompilationConfig, manager: PluginManager, *, owner: str) -> Pool | None:
+    """Return where the pieces of a graph can be captured; None where they can't be."""
+    values = (node.meta.get("example_value") for step in split.pieces for node in step.graph.graph.nodes)
+    devices = {tensor.device for value in values for tensor in tensors_in(value)}
+    accelerators = [device for device in devices if device.type not in ("cpu", "meta")]
+    if not devices or len(accelerators) > 1:
+        reason = f"its pieces run on {', '.join(map(str, accelerators))}" if accelerators else "it has no pieces"
+        logger.info("%s: nothing is captured: %s", owner, reason)
+        return None
+    return pool_of(accelerators[0] if accelerators else torch.device("cpu"), config, manager)
 
 
 def by_place(compiled: Sequence[CompiledUniquePiece]) -> list[CompiledUniquePiece]:
@@ -244,19 +313,3 @@ def splitting_ops(settings: Settings, manager: PluginManager) -> tuple[list[Spli
         by_plugins = []
     by_user = [op if isinstance(op, SplittingOp) else SplittingOp(op) for op in given]
     return [*by_user, *by_plugins], [op.name for op in by_user]
-
-
-def size_values(size: Size, dims: Sequence[str], where: str) -> dict[str, int]:
-    """Return the value of each named dim of a size.
-
-    Raises:
-        ConfigError: the size names other dims than the model has.
-    """
-    if isinstance(size, int):
-        if len(dims) == 1:
-            return {dims[0]: size}
-        example = ", ".join(f'"{dim}": {size}' for dim in dims)
-        raise ConfigError(f"{where}: the model has the dims {', '.join(dims)}, so give {{{example}}}, got {size}")
-    if set(size) != set(dims):
-        raise ConfigError(f"{where}: a size needs a value for each of {', '.join(dims)}, got {dict(size)}")
-    return {dim: size[dim] for dim in dims}

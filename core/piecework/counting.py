@@ -21,6 +21,10 @@ class Counters:
     """Pieces that differ from all others of their graph."""
     num_piece_compilations: int = 0
     """Calls of a piece compiler that gave a compiled piece: unique pieces times sizes."""
+    num_graph_captures: int = 0
+    """Graphs recorded: for each captured size, one for all neighbouring pieces and ops that can be."""
+    num_graph_replays: int = 0
+    """Graphs replayed by calls."""
 
     def snapshot(self) -> dict[str, int]:
         """Return all counts by name, to be kept."""

@@ -10,7 +10,7 @@ import inspect
 import linecache
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from piecework.run import Runs
 from piecework.state import BoundState
 from piecework.tensor_checks import TensorChecks, autocast_state, layout_condition, overlap
 from piecework.trace import Relation, Trace
+
+if TYPE_CHECKING:
+    from piecework.plans import Plans
 
 
 @dataclass
@@ -36,6 +39,7 @@ def make_entry(
     trace: Trace,
     state: BoundState,
     runs: Runs,
+    plans: Plans | None = None,
     *,
     takes_self: bool,
     original: Callable[..., Any],
@@ -51,6 +55,7 @@ def make_entry(
         trace: form of the call, relations between sizes, form of the result.
         state: the model's state that the run is bound to.
         runs: the generated code, called as ``run(*used tensors, *sizes)``; returns the graph's outputs.
+        plans: the captured sizes, which answer the calls that they can; called like ``runs``.
         takes_self: the function is the ``__call__`` of a module.
         original: called instead while another trace passes through.
         used_tensors: positions of the tensor arguments that ``run`` takes.
@@ -85,10 +90,16 @@ def make_entry(
         **trace.outputs.constants,
     }
     checks.attach(namespace)
-    source = _Generator(trace, state, namespace, takes_self, runs.needed, used_tensors, written_tensors).source()
+    generator = _Generator(trace, state, namespace, takes_self, runs.needed, used_tensors, written_tensors)
+    if plans is not None:
+        namespace |= {"_pw_plans": plans.functions, "_pw_choose": plans.choose}
+    source = generator.source()
     filename = f"<piecework entry of {owner}>"
     exec(compile(source, filename, "exec"), namespace)
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    if plans is not None:
+        exec(generator.uncaptured_source(), namespace)
+        plans.uncaptured = namespace["_pw_uncaptured"]
     return Entry(namespace["forward"], source, namespace)
 
 
@@ -280,17 +291,11 @@ class _Generator:
         ]
 
     def run(self) -> None:
-        sizes = list(self.sizes.values())
         tensors = self.trace.arguments.tensors
-        given = ", ".join([*(tensors[i].path for i in self.used_tensors), *sizes])
-        run = "_pw_run"
-        if self.needed_by_code:
-            code = self.trace.sizes.code
-            holds = " and ".join(f"({code(relation.expression)})" for relation in self.needed_by_code)
-            run = f"(_pw_run if {holds} else _pw_uncompiled)"
-        if self.namespace["_pw_exact"]:
-            key = sizes[0] if len(sizes) == 1 else f"({', '.join(sizes)})"
-            run = f"(_pw_exact.get({key}) or {run})"
+        given = ", ".join([*(tensors[i].path for i in self.used_tensors), *self.sizes.values()])
+        run = self.uncaptured_choice()
+        if "_pw_plans" in self.namespace:
+            run = f"(_pw_plans.get({self.key}) or _pw_choose(({given},), {run}))"
         self.lines += [
             "if _pw_grad_enabled():",
             f"    _pw_o = _pw_without_gradients({run}, _pw_state.tensors, ({given},))",
@@ -298,6 +303,28 @@ class _Generator:
             f"    _pw_o = {run}({given})",
             f"return {self.trace.outputs.text}",
         ]
+
+    @property
+    def key(self) -> str:
+        """Return source for what a size is looked up by."""
+        sizes = list(self.sizes.values())
+        return sizes[0] if len(sizes) == 1 else f"({', '.join(sizes)})"
+
+    def uncaptured_choice(self) -> str:
+        """Return source for the function that runs the pieces of this size uncaptured."""
+        run = "_pw_run"
+        if self.needed_by_code:
+            code = self.trace.sizes.code
+            holds = " and ".join(f"({code(relation.expression)})" for relation in self.needed_by_code)
+            run = f"(_pw_run if {holds} else _pw_uncompiled)"
+        if self.namespace["_pw_exact"]:
+            run = f"(_pw_exact.get({self.key}) or {run})"
+        return run
+
+    def uncaptured_source(self) -> str:
+        """Return source for that choice and call as one function, for calls that leave a plan."""
+        given = ", ".join([*(f"a{i}" for i in self.used_tensors), *self.sizes.values()])
+        return f"def _pw_uncaptured({given}):\n    return {self.uncaptured_choice()}({given})\n"
 
 
 def _escaped(text: str) -> str:

@@ -8,7 +8,7 @@ import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ from piecework import torch_internals as internals
 from piecework.arguments import Arguments, DynamicDims, describe_call
 from piecework.build import Builder, Compiled
 from piecework.config import CompilationConfig
-from piecework.config_checks import CompilationLevel
+from piecework.config_checks import CompilationLevel, Size
 from piecework.counting import counters
-from piecework.errors import CompileError, ConfigError, PieceworkWarning, TraceDepartureError
+from piecework.errors import CaptureError, CompileError, ConfigError, PieceworkWarning, TraceDepartureError
 from piecework.plugins import PluginManager, plugin_manager
-from piecework.process_settings import torch_compile_backend
+from piecework.process_settings import is_frozen, torch_compile_backend
 from piecework.settings import Settings, resolve_settings
 from piecework.trace import TARGET, signature_of, trace, with_own_code
 from piecework.watch import plain_dicts, watched_modules
@@ -90,14 +90,64 @@ class Forward:
             answer = self.answer
         return answer(self.target, *args, **kwargs) if self.takes_self else answer(*args, **kwargs)
 
+    @property
+    def is_request(self) -> bool:
+        """Whether the user asked for this one by a call of ``compile``, and not by decorating a class."""
+        return self.default_level is CompilationLevel.PIECEWISE
+
     def release(self) -> None:
-        """Drop the trace and all that was made of it; the next call starts anew."""
+        """Drop the trace and all that was made of it, and give its memory back; the next call starts anew."""
+        compiled = self.compiled
+        if compiled is not None and compiled.plans is not None:
+            compiled.plans.give_back()  # Waits for calls that run, so not under the lock that their traces may need.
         with compile_lock:
             if self.compiled is not None:
                 self.compiled.state.watch.close()
             self.settings = self.compiled = self.answer = None
             self.said.clear()
             self.publish(self.with_self(self.start))
+
+    def capture(
+        self, sizes: Sequence[Size], args: tuple[Any, ...], kwargs: dict[str, Any], on_size: Callable[..., None]
+    ) -> None:
+        """Trace and compile, if that has not been done, and capture sizes; the model itself does not run.
+
+        Raises:
+            CaptureError: nothing can be captured, or a size can't.
+        """
+        with compile_lock:
+            if self.answer is None:
+                self.answer = self.prepare(args, kwargs)
+                if self.answer is None:
+                    raise ConfigError(f"capture: the example inputs of {self.owner} have zero rows; give one at least")
+                self.publish(self.answer)
+            compiled = self.compiled
+        assert self.settings is not None
+        if compiled is None or self.settings.level is not CompilationLevel.PIECEWISE:
+            logger.info("%s: runs at level %d, so nothing is captured", self.owner, self.settings.level)
+            return
+        if compiled.plans is None:
+            raise CaptureError(
+                f"nothing captures the pieces of {self.owner}: no plugin records graphs on their device, or "
+                'capturer="none" is set; `python -m piecework plugins` lists what is there'
+            )
+        if is_frozen():
+            raise CaptureError(f"capture: piecework.freeze() was called, so no size of {self.owner} can be added")
+        tensors = self.tensors_of(compiled, args, kwargs)
+        compiled.plans.capture_all(sizes, {i: tensors[i] for i in compiled.plans.inputs.tensor_indices}, on_size)
+
+    def tensors_of(self, compiled: Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Return the tensors among some arguments, in the order of the trace.
+
+        Raises:
+            TraceDepartureError: they differ from the traced call.
+        """
+        _, values = describe_call(signature_of(self.target), self.dims, args, kwargs, owner=self.owner)
+        arguments = compiled.trace.arguments
+        problem = arguments.explain(list(values.values()))
+        if problem is not None:
+            raise TraceDepartureError(f"{self.owner}: {problem}")
+        return arguments.tensors_in(values)
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
         """Return what answers calls from now on; None where this call has zero rows and can't be traced."""
@@ -110,6 +160,10 @@ class Forward:
         if settings.level is CompilationLevel.DYNAMO_AS_IS:
             return self.with_self(_dynamo_as_is(self.target))
         try:
+            if is_frozen():
+                raise CompileError(
+                    f"{self.owner} was not traced before piecework.freeze(), which forbids it now; call it once before"
+                )
             arguments, values = describe_call(signature_of(self.target), self.dims, args, kwargs, owner=self.owner)
             if not all(arguments.sizes.values()):
                 return None

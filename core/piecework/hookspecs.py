@@ -162,7 +162,10 @@ def piecework_capturer(device: torch.device, config: CompilationConfig) -> Captu
                 return contextlib.nullcontext()
 
             def capture(self, fn):
+                before = [(fn.inputs[i], fn.inputs[i].clone()) for i in fn.writes]
                 outputs = fn()
+                for written, value in before:
+                    written.copy_(value)
 
                 def replay():
                     for kept, fresh in zip(outputs, fn()):

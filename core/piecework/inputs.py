@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 import torch
 from torch.fx import Node
 
 from piecework import torch_internals as internals
+from piecework.config_checks import Size
 from piecework.effects import Effects
+from piecework.errors import ConfigError
 from piecework.pieces import InputKind
 from piecework.split import PieceStep
 
@@ -54,9 +57,30 @@ class Sizes:
         return internals.print_expression(named.xreplace(variables))
 
 
+def size_values(size: Size, dims: Sequence[str], where: str) -> dict[str, int]:
+    """Return the value of each named dim of a size.
+
+    Raises:
+        ConfigError: the size names other dims than the model has.
+    """
+    if isinstance(size, int):
+        if len(dims) == 1:
+            return {dims[0]: size}
+        example = ", ".join(f'"{dim}": {size}' for dim in dims)
+        raise ConfigError(f"{where}: the model has the dims {', '.join(dims)}, so give {{{example}}}, got {size}")
+    if set(size) != set(dims):
+        raise ConfigError(f"{where}: a size needs a value for each of {', '.join(dims)}, got {dict(size)}")
+    return {dim: size[dim] for dim in dims}
+
+
 def dim_symbol(name: str) -> sympy.Symbol:
     """Return the symbol that stands for a named dim, or for the variable that holds its size."""
     return sympy.Symbol(name, integer=True, positive=True)
+
+
+def key_of_values(values: Mapping[str, int]) -> Any:
+    """Return what a size is looked up by: its number, or a tuple where there are several dims."""
+    return next(iter(values.values())) if len(values) == 1 else tuple(values.values())
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ class ProcessSettings:
     torch_compile_backend: str | Callable[..., Any] = "eager"
     said: set[str] = field(default_factory=set)
     """What is said once in a process, and was."""
+    is_frozen: bool = False
 
 
 _process = ProcessSettings()
@@ -109,6 +110,21 @@ def set_compile_context(sizes: Sequence[Size]) -> Iterator[None]:
 def compile_context() -> tuple[Size, ...] | None:
     """Return the sizes of the innermost ``set_compile_context``; None outside of any."""
     return _compile_context.get()
+
+
+def freeze() -> None:
+    """Let nothing be traced, compiled or captured from here on in this process.
+
+    What is there goes on. A model that has not been traced raises ``CompileError``, or runs eagerly with
+    ``on_failure="eager"``; a size that has not been captured runs uncaptured; one whose capture is stale raises
+    ``StaleCaptureError``, or runs uncaptured. ``piecework.reset()`` undoes it.
+    """
+    _process.is_frozen = True
+
+
+def is_frozen() -> bool:
+    """Whether ``freeze`` was called."""
+    return _process.is_frozen
 
 
 def is_first_time(what: str) -> bool:

@@ -66,7 +66,7 @@ def straight_line(
     Returns:
         ``function(*tensor_arguments, *sizes)`` returns what the traced graph returns.
     """
-    writer = _Writer(split.effects, inputs)
+    writer = CodeWriter(split.effects, inputs)
     pieces = iter(runs)
     for step in split.steps:
         if isinstance(step, PieceStep):
@@ -81,7 +81,7 @@ def straight_line(
 
 def whole_graph(function: Callable[..., Any], effects: Effects, inputs: GraphInputs, *, name: str) -> StraightLine:
     """Generate the function that calls what the backend of level 2 made of the whole graph."""
-    writer = _Writer(effects, inputs)
+    writer = CodeWriter(effects, inputs)
     writer.namespace["backend"] = function
     writer.add(f"return backend({', '.join(writer.value(node) for node in inputs.by_placeholder)})")
     return writer.finish(name)
@@ -94,7 +94,9 @@ class _Line:
     defines: list[str] = field(default_factory=list)
 
 
-class _Writer:
+class CodeWriter:
+    """Writes lines of Python for the steps and values of one graph."""
+
     def __init__(self, effects: Effects, inputs: GraphInputs) -> None:
         self.effects = effects
         self.sizes = inputs.sizes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,13 @@ class _Binding:
     source: str
     tensor: torch.Tensor
     facts: tuple[Any, ...]
+    address: int | None = None
+    """Where its memory was when the generated code was last bound; None for a kind without an address."""
+
+    @property
+    def address_now(self) -> int | None:
+        """Return where its memory is now."""
+        return self.tensor.data_ptr() if type(self.tensor) in (torch.Tensor, torch.nn.Parameter) else None
 
 
 class _Unwatched:
@@ -110,6 +117,8 @@ class BoundState:
         self.check_all = check_all
         self.lock = threading.RLock()
         self.num_rebindings = 0
+        self.on_rebound: Callable[[], None] = lambda: None
+        """Called when a tensor was replaced or its memory moved."""
         self.bindings: list[_Binding] = []
         for name, source in sources.items():
             tensor = self.current(source)
@@ -177,7 +186,9 @@ class BoundState:
 
     def note_addresses(self) -> None:
         """Assign the tensors in the generated code and remember where their memory is."""
-        plain = [b.tensor for b in self.bindings if type(b.tensor) in (torch.Tensor, torch.nn.Parameter)]
+        for binding in self.bindings:
+            binding.address = binding.address_now
+        plain = [b.tensor for b in self.bindings if b.address is not None]
         step = max(len(plain), 1) if self.check_all else SAMPLE_SIZE
         groups = [tuple(plain[i : i + step]) for i in range(0, len(plain), step)]
         self.windows = itertools.cycle([(group, [t.data_ptr() for t in group]) for group in groups] or [((), [])])
@@ -200,7 +211,7 @@ class BoundState:
 
     def rebind(self) -> str | None:
         """Bind to the tensors that the model has now; return what differs from the traced ones."""
-        replaced = False
+        replaced = moved = False
         for binding in self.bindings:
             now = self.current(binding.source)
             if not isinstance(now, torch.Tensor):
@@ -211,12 +222,19 @@ class BoundState:
                     return f"{what} of {readable(binding.source)} was {traced} when traced, now it is {found}"
             replaced |= now is not binding.tensor
             binding.tensor = now
+            moved |= binding.address_now != binding.address
         if self.alias_pattern() != self.aliases:
             return "parameters or buffers that were separate when traced share memory now, or the other way round"
         self.num_rebindings += replaced
         self.cover()
         self.note_addresses()
+        if replaced or moved:
+            self.on_rebound()
         return None
+
+    def look_at_all(self) -> None:
+        """Have the next call compare everything, and not a sample of addresses."""
+        self.watch.changed = True
 
     def departure(self) -> str | None:
         """Return the first attribute, global or code that no longer is as it was traced."""

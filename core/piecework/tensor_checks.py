@@ -38,9 +38,7 @@ class TensorChecks:
             return f"autocast was {dict(self.autocast) or 'off'} when traced, now it is {dict(now) or 'off'}"
         problem = self.arguments.explain(values)
         if problem is None:
-            scope = dict(zip(self.arguments.specs, values, strict=True))
-            tensors = [eval(spec.path, scope) for spec in self.arguments.tensors]  # noqa: S307 - paths of our own
-            self.learn(tensors)
+            self.learn(self.arguments.tensors_in(dict(zip(self.arguments.specs, values, strict=True))))
         return problem
 
     def learn(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -321,6 +321,11 @@ def print_expression(expression: sympy.Basic) -> str:
     return PythonPrinter().doprint(expression)
 
 
+def evaluate_number(expression: sympy.Basic) -> int | float | bool:
+    """Return the value of an expression without symbols, computed as the generated code computes it."""
+    return eval(print_expression(expression), dict(EXPRESSION_NAMESPACE))  # noqa: S307 - printed from numbers
+
+
 def size_symbols(value: Any, shape_env: ShapeEnv) -> list[sympy.Symbol]:
     """Return the symbols that a number, or a tuple of numbers, is made of."""
     if isinstance(value, tuple):
@@ -373,6 +378,16 @@ def packet_name(packet: OpOverloadPacket) -> str:
 def overload_name(overload: OpOverload) -> str:
     """Return ``"ns::op.overload"``; the default one has the name ``default``."""
     return f"{overload.namespace}::{overload._opname}.{overload._overloadname}"
+
+
+def direct_call(overload: OpOverload) -> Callable[..., Any]:
+    """Return what an overload calls, without the Python frame around it (0.2 microseconds less)."""
+    return getattr(overload, "_op", overload)
+
+
+foreach_copy_: Callable[..., Any] = direct_call(torch.ops.aten._foreach_copy_.default)
+"""Copies several tensors of one dtype by one launch."""
+foreach_zero_: Callable[..., Any] = direct_call(torch.ops.aten._foreach_zero_.default)
 
 
 def op_schema(overload: OpOverload) -> torch.FunctionSchema:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from piecework.api import forward_of
+from piecework.budget import megabytes
 from piecework.build import Compiled
 from piecework.compilers import CompiledUniquePiece
 from piecework.config_checks import CompilationLevel
 from piecework.dedupe import explain_difference
+from piecework.plan import Plan
+from piecework.plans import Plans
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,44 @@ class PieceReport:
 
 
 @dataclass(frozen=True)
+class SizeReport:
+    """One captured size."""
+
+    size: int | tuple[int, ...]
+    num_graphs: int
+    num_calls: int
+    """Calls of exactly this size; of earlier captures of it, too."""
+    num_padded_calls: int
+    """Calls of fewer rows that were padded up to it."""
+    num_padding_rows: int
+    """Rows that these calls computed for nothing."""
+    seconds: float
+    """Of its capture."""
+    pool_bytes: int
+    """By how much the pool grew."""
+    driver_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What captures hold.
+
+    Attributes:
+        pool_bytes: memory of the device in the pool, which all models of the process share.
+        driver_bytes: kept by the driver for the graphs of all models, as far as it can be told.
+        static_input_bytes: of this model's inputs that calls are copied into, at the largest size.
+        bridge_bytes: of results of ops and of uncaptured pieces that graphs read, at the largest size.
+        max_capture_bytes: the budget.
+    """
+
+    pool_bytes: int
+    driver_bytes: int
+    static_input_bytes: int
+    bridge_bytes: int
+    max_capture_bytes: int | None
+
+
+@dataclass(frozen=True)
 class Report:
     """What became of a model; ``str()`` gives it as text.
 
@@ -41,6 +82,13 @@ class Report:
         stage_seconds: trace, split, dedupe, compile.
         num_eager_calls: calls that the original forward answered, by reason.
         num_rebindings: how often replaced parameters were bound anew.
+        sizes: the captured sizes, the largest first.
+        num_uncaptured_calls: by size and by the reason why no plan answered.
+        num_recaptures: how often a size was captured again, since what it read moved.
+        uncaptured_pieces: pieces that run between the graphs, and why.
+        capturer: the plugin that records graphs; None where there is none.
+        memory: what captures hold; None where nothing can be captured.
+        dims_not_padded: the named dims along which calls are not padded, as far as that was asked, and why.
         num_calls_for_all_addresses: within so many calls a raw change of a parameter's storage is noticed.
         source: the generated code of one forward.
     """
@@ -56,6 +104,13 @@ class Report:
     num_calls_for_all_addresses: int = 0
     relations: tuple[str, ...] = ()
     source: str = ""
+    sizes: tuple[SizeReport, ...] = ()
+    num_uncaptured_calls: Mapping[Any, Mapping[str, int]] = ()  # pyright: ignore[reportAssignmentType]
+    num_recaptures: int = 0
+    uncaptured_pieces: Mapping[str, str] = ()  # pyright: ignore[reportAssignmentType]
+    capturer: str | None = None
+    memory: MemoryReport | None = None
+    dims_not_padded: Mapping[str, str] = ()  # pyright: ignore[reportAssignmentType]
 
     @property
     def num_unique_pieces(self) -> int:
@@ -83,12 +138,42 @@ class Report:
                 lines.append(f"    {piece.name}: {_count(piece.num_nodes, 'node')}, {where}{differs}")
             if (summary := self.why_so_many) is not None:
                 lines.append(f"  {summary}")
+        lines += self.capture_lines()
         for relation in self.relations:
             lines.append(f"  holds for {relation}")
         for reason, count in dict(self.num_eager_calls).items():
             lines.append(f"  {_count(count, 'call')} answered by the original forward: {reason}")
         if self.num_rebindings:
             lines.append(f"  bound to replaced parameters {_count(self.num_rebindings, 'time')}")
+        return lines
+
+    def capture_lines(self) -> list[str]:
+        """Return what is said of captures."""
+        lines: list[str] = []
+        if self.memory is not None:
+            memory = self.memory
+            budget = f", budget {megabytes(memory.max_capture_bytes)}" if memory.max_capture_bytes else ""
+            lines.append(
+                f"  captured by {self.capturer}: {_count(len(self.sizes), 'size')}; "
+                f"pool {megabytes(memory.pool_bytes)}, "
+                f"driver {megabytes(memory.driver_bytes)}, static inputs {megabytes(memory.static_input_bytes)}, "
+                f"bridges {megabytes(memory.bridge_bytes)}{budget}"
+            )
+        for size in self.sizes:
+            padded = f", {size.num_padded_calls} padded with {_count(size.num_padding_rows, 'row')}"
+            lines.append(
+                f"    size {size.size}: {_count(size.num_graphs, 'graph')}, {_count(size.num_calls, 'call')}"
+                f"{padded if size.num_padded_calls else ''}, captured in {size.seconds:.2f} s"
+            )
+        if self.num_recaptures:
+            lines.append(f"  captured again {_count(self.num_recaptures, 'time')}, since what was read had moved")
+        for piece, why in dict(self.uncaptured_pieces).items():
+            lines.append(f"  {piece} runs uncaptured: {why}")
+        for dim, why in dict(self.dims_not_padded).items():
+            lines.append(f"  {dim} is not padded: {why}")
+        for size, reasons in dict(self.num_uncaptured_calls).items():
+            for why, count in reasons.items():
+                lines.append(f"  size {size}: {_count(count, 'call')} ran uncaptured: {why}")
         return lines
 
     @property
@@ -116,7 +201,49 @@ def report(model: Any) -> Report:
     compiled = forward.compiled
     if compiled is None:
         return Report(forward.owner, level, stage_seconds={}, num_eager_calls={})
-    return _report(forward.owner, compiled)
+    made = _report(forward.owner, compiled)
+    return replace(made, **_captures(compiled.plans)) if compiled.plans is not None else made
+
+
+def _captures(plans: Plans) -> dict[str, Any]:
+    """Return the fields of a report that are about captures."""
+    with plans.pool.lock:
+        memory = plans.pool.capturer.memory()
+        largest_first = sorted(plans.plans.values(), key=lambda plan: plans.num_rows(plan.key), reverse=True)
+        bridges = [plan.recording.bridge_bytes for plan in largest_first]
+        static = sum(buffer.nbytes for buffer in plans.statics.buffers.values())
+        return {
+            "sizes": tuple(_size_report(plans, plan) for plan in largest_first),
+            "num_uncaptured_calls": {key: dict(reasons) for key, reasons in plans.num_uncaptured.items() if reasons},
+            "num_recaptures": plans.num_recaptures,
+            "uncaptured_pieces": dict(plans.refusals.by_piece),
+            "capturer": plans.pool.plugin,
+            "memory": MemoryReport(
+                *(memory.pool_bytes, memory.driver_bytes, static, max(bridges, default=0)),
+                plans.config.max_capture_bytes,
+            ),
+            "dims_not_padded": {dim: why for dim, why in plans.padding.by_dim.items() if why is not None},
+        }
+
+
+def _size_report(plans: Plans, plan: Plan) -> SizeReport:
+    calls = {key: variant.num_calls for key, variant in plan.variants.items()}
+    for (size, key), count in plans.num_earlier_calls.items():
+        if size == plan.key:
+            calls[key] = calls.get(key, 0) + count
+    padded = {key: count for key, count in calls.items() if key != plan.key}
+    rows = plans.num_rows(plan.key)
+    taken = plans.budget.taken[plan.key]
+    return SizeReport(
+        size=plan.key,
+        num_graphs=plan.recording.num_graphs,
+        num_calls=calls.get(plan.key, 0),
+        num_padded_calls=sum(padded.values()),
+        num_padding_rows=sum(count * (rows - plans.num_rows(key)) for key, count in padded.items()),
+        seconds=plan.seconds,
+        pool_bytes=taken.pool_bytes,
+        driver_bytes=taken.driver_bytes,
+    )
 
 
 def _report(owner: str, compiled: Compiled) -> Report:

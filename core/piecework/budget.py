@@ -1,0 +1,102 @@
+"""How much memory captures take, and which sizes a budget leaves out."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from piecework.capturing import CaptureMemory
+
+logger = logging.getLogger(__name__)
+
+Key = Any
+
+
+@dataclass(frozen=True)
+class CapturedBytes:
+    """What one size took from the device when it was captured."""
+
+    num_rows: int
+    pool_bytes: int
+    driver_bytes: int
+    num_graphs: int
+
+
+class Budget:
+    """Keeps the captures of one model under ``max_capture_bytes``.
+
+    All sizes share a pool, so that a size takes memory of its own only where it is larger than all
+    before it, and what the driver keeps for its graphs.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.probes: list[CapturedBytes] = []
+        """Sizes that were captured to see what they take, and dropped."""
+        self.taken: dict[Key, CapturedBytes] = {}
+        self.left_out: dict[Key, str] = {}
+
+    @property
+    def bytes_taken(self) -> int:
+        """Return what all captures took so far."""
+        return sum(one.pool_bytes + one.driver_bytes for one in self.taken.values())
+
+    def why_left_out(self, key: Key) -> str | None:
+        """Return why a size is not captured any more."""
+        return self.left_out.get(key)
+
+    def estimate(self, num_rows: int) -> int | None:
+        """Return how many bytes a size would take, from those that were captured; None without any.
+
+        Pool memory grows with the rows beyond the largest size so far; what the driver keeps does not.
+        """
+        known = [*self.taken.values()] or self.probes
+        if not known:
+            return None
+        driver = sum(one.driver_bytes for one in known) / len(known)
+        largest = max(one.num_rows for one in known)
+        pool = sum(one.pool_bytes for one in known)
+        return int(driver + pool * max(num_rows / largest - (1 if self.taken else 0), 0))
+
+    def probe(self, num_rows: int, before: CaptureMemory, after: CaptureMemory) -> None:
+        """Note what a capture took that is dropped again."""
+        grown = (after.pool_bytes - before.pool_bytes, after.driver_bytes - before.driver_bytes)
+        self.probes.append(CapturedBytes(num_rows, *(max(growth, 0) for growth in grown), num_graphs=0))
+
+    def allows(self, key: Key, num_rows: int, memory: CaptureMemory, owner: str) -> bool:
+        """Whether a size is expected to fit, into the budget and onto the device; said once where it is not."""
+        expected = self.estimate(num_rows)
+        if expected is None:
+            return True
+        if self.limit is not None and self.bytes_taken + expected > self.limit:
+            total = megabytes(self.bytes_taken + expected)
+            return self.leave_out(key, f"with it, captures would take about {total}", owner)
+        if memory.free_bytes is not None and expected > memory.free_bytes:
+            free = megabytes(memory.free_bytes)
+            return self.leave_out(key, f"it would take about {megabytes(expected)}, and {free} are free", owner)
+        return True
+
+    def take(
+        self, key: Key, num_rows: int, before: CaptureMemory, after: CaptureMemory, num_graphs: int, owner: str
+    ) -> bool:
+        """Note what a size took; False where that is more than the budget, and the size is to be dropped."""
+        grown = (after.pool_bytes - before.pool_bytes, after.driver_bytes - before.driver_bytes)
+        pool_bytes, driver_bytes = (max(growth, 0) for growth in grown)
+        if self.limit is not None and self.bytes_taken + pool_bytes + driver_bytes > self.limit:
+            total = megabytes(self.bytes_taken + pool_bytes + driver_bytes)
+            return self.leave_out(key, f"with it, captures take {total}", owner)
+        self.taken[key] = CapturedBytes(num_rows, pool_bytes, driver_bytes, num_graphs)
+        return True
+
+    def leave_out(self, key: Key, why: str, owner: str) -> bool:
+        """Say that a size is left out; returns False."""
+        limit = f"; max_capture_bytes is {megabytes(self.limit)}" if self.limit is not None else ""
+        self.left_out[key] = f"left out for its memory: {why}{limit}"
+        logger.warning("%s: size %s is not captured: %s%s", owner, key, why, limit)
+        return False
+
+
+def megabytes(count: float) -> str:
+    """Return a number of bytes in words."""
+    return f"{count / 1e6:.1f} MB"

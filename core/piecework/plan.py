@@ -1,0 +1,159 @@
+"""One captured size as something to call, as it is or padded up from fewer rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from piecework import torch_internals as internals
+from piecework.capturing import CaptureMemory
+from piecework.counting import counters
+from piecework.inputs import GraphInputs
+from piecework.plan_code import PlanCode, copy, describe_results, plan_code
+from piecework.pool import Pool
+from piecework.recorder import Recording
+from piecework.split import SplitGraph
+from piecework.static_inputs import Numbers, StaticInputs, base_of
+
+Key = Any
+"""A size as plans are looked up by: a number, or a tuple of one number per named dim."""
+
+
+@dataclass
+class Variant:
+    """Answers the calls of one size: those of the plan itself, or those that are padded up to it."""
+
+    plan: Plan
+    key: Key
+    num_calls: int = 0
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether calls have fewer rows than the plan."""
+        return self.key != self.plan.key
+
+
+@dataclass
+class Plan:
+    """A captured size."""
+
+    key: Key
+    numbers: Numbers
+    recording: Recording
+    seconds: float
+    before: CaptureMemory
+    after: CaptureMemory
+    variants: dict[Key, Variant] = field(default_factory=dict)
+
+
+class PlanFunctions:
+    """Makes the functions that answer calls from the captured sizes of one graph.
+
+    Args:
+        split: the graph.
+        inputs: what it is called with.
+        statics: which of these are copied.
+        pool: where it is captured.
+        elsewhere: called as ``elsewhere(variant, *given)`` for calls that a plan can't answer.
+        static_outputs: results are not cloned.
+        name: shown in tracebacks.
+    """
+
+    def __init__(
+        self,
+        split: SplitGraph,
+        inputs: GraphInputs,
+        statics: StaticInputs,
+        pool: Pool,
+        elsewhere: Callable[..., Any],
+        *,
+        static_outputs: bool,
+        name: str,
+    ) -> None:
+        self.effects, self.statics, self.pool = split.effects, statics, pool
+        self.inputs = replace(inputs, bound={})
+        self.elsewhere = elsewhere
+        self.static_outputs = static_outputs
+        self.name = name
+        self.results = describe_results(split, inputs)
+        self.codes: dict[tuple[bool, tuple[int, ...]], PlanCode] = {}
+
+    def function(self, variant: Variant, numbers: Numbers, bound: Mapping[Node, torch.Tensor]) -> Callable[..., Any]:
+        """Return what answers calls of one size.
+
+        Args:
+            variant: counts the calls.
+            numbers: the value of each symbol at the size of the calls.
+            bound: the parameters and buffers.
+        """
+        plan, memory = variant.plan, variant.plan.recording
+        namespace: dict[str, Any] = {
+            "lock": self.pool.lock,
+            "pool": self.pool,
+            "current_stream": self.pool.capturer.current_stream,
+            "pointer": torch.Tensor.data_ptr,
+            "elsewhere": functools.partial(self.elsewhere, variant),
+            "copy": copy,
+            "copy_all": internals.foreach_copy_,
+            "clone": torch.clone,
+            "base_of": base_of,
+            "steps": memory.steps,
+            "variant": variant,
+            "counters": counters,
+            "num_graphs": memory.num_graphs,
+        }
+        padding: list[torch.Tensor] = []
+        for index, tensor in memory.inputs.items():
+            size = self.statics.layout(self.statics.tensors[index].fake, numbers).size
+            padding += padded_parts(tensor, size)
+            namespace |= {f"i{index}": base_of(cut(tensor, size)), f"at{index}": tensor.data_ptr()}
+        namespace |= {f"h{index}": tensor.data_ptr() for index, tensor in memory.held.items()}
+        for i, node in enumerate(self.results.made_from):
+            size = self.statics.layout(self.effects.values[node], numbers).size
+            namespace[f"b{i}"] = cut(memory.outputs[node], size)
+        namespace |= {name: bound[node] for node, name in self.results.bound_names.items()}
+        namespace |= {"padding": padding, "zero_padding": internals.foreach_zero_}
+        return self.code(variant.is_padded, tuple(sorted(plan.recording.inputs))).function(namespace)
+
+    def code(self, is_padded: bool, copied: tuple[int, ...]) -> PlanCode:
+        """Return the source for plans that copy these inputs."""
+        key = (is_padded, copied)
+        if key not in self.codes:
+            self.codes[key] = plan_code(
+                self.results,
+                self.inputs,
+                self.statics,
+                self.inputs.written_tensors(self.effects),
+                is_padded=is_padded,
+                static_outputs=self.static_outputs,
+                name=self.name,
+            )
+        return self.codes[key]
+
+
+def cut(tensor: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """Return the head of a tensor along each dim."""
+    for dim, length in enumerate(size):
+        if length != tensor.size(dim):
+            tensor = tensor.narrow(dim, 0, length)
+    return tensor
+
+
+def padded_parts(tensor: torch.Tensor, size: Sequence[int]) -> list[torch.Tensor]:
+    """Return what of a tensor lies beyond a size."""
+    pairs = enumerate(zip(tensor.shape, size, strict=True))
+    return [tensor.narrow(dim, length, whole - length) for dim, (whole, length) in pairs if whole != length]
+
+
+def numbers_of(values: Mapping[str, int], inputs: GraphInputs) -> Numbers:
+    """Return the value of each symbol of a graph at one size."""
+    return {
+        symbol: sympy.Integer(values[meaning] if isinstance(meaning, str) else meaning)
+        for symbol, meaning in inputs.sizes.meaning_of_symbol.items()
+    }

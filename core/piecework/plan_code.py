@@ -1,0 +1,164 @@
+"""Generate the function that answers calls of one captured size: copy, replay, finish.
+
+It has the signature of the straight-line code of the same graph: tensor arguments, then sizes.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from piecework import torch_internals as internals
+from piecework.effects import Effects
+from piecework.inputs import GraphInputs
+from piecework.run import CodeWriter
+from piecework.split import SplitGraph
+from piecework.static_inputs import GraphTensor, StaticInputs
+
+copy = internals.direct_call(torch.ops.aten.copy_.default)
+
+
+@dataclass(frozen=True)
+class Results:
+    """How the caller's results are made from the memory of a plan."""
+
+    made_from: tuple[Node, ...]
+    """Nodes whose values every call clones; in the code they are ``b0``, ``b1``, ..."""
+    lines: tuple[str, ...]
+    texts: tuple[str, ...]
+    namespace: Mapping[str, Any]
+    bound_names: Mapping[Node, str]
+    """What the code calls parameters and buffers; the function of a plan is given those of its time."""
+
+
+def describe_results(split: SplitGraph, inputs: GraphInputs) -> Results:
+    """Decide what is cloned for the caller, and what is a view: of a clone, of an argument or of a parameter."""
+    writer = CodeWriter(split.effects, inputs)
+    given = set(writer.names)
+    defined = {*given, *(node for step in split.pieces for node in step.outputs)}
+    returned = split.returned
+    bases = [list(_bases(value, split.effects, defined)) if isinstance(value, Node) else [] for value in returned]
+    own = [base for found in bases for base in found if base not in given]
+    made_from: dict[Node, str] = {}
+    for value, found in zip(returned, bases, strict=True):
+        for base in found:
+            if base in given:
+                continue
+            # A base that only one result looks at need not be cloned where a view of it will do.
+            is_seen_once = own.count(base) == 1 and len(found) == 1
+            made_from.setdefault(value if is_seen_once else base, f"o{len(made_from)}")
+    writer.names.update(made_from)
+    texts = tuple(writer.returned(value) for value in returned)
+    lines = tuple(line.text for line in writer.lines)
+    names = writer.bound_names
+    namespace = {name: value for name, value in writer.namespace.items() if name not in names.values()}
+    return Results(tuple(made_from), lines, texts, namespace, names)
+
+
+def _bases(node: Node, effects: Effects, defined: set[Node]) -> Iterator[Node]:
+    while node in effects.identical and node not in defined:
+        node = effects.aliased[node]
+    if node in defined or not (effects.is_view(node) or effects.is_scalar(node)):
+        yield node
+    elif not effects.is_scalar(node):
+        for arg in node.all_input_nodes:
+            yield from _bases(arg, effects, defined)
+
+
+@dataclass(frozen=True)
+class PlanCode:
+    """The source of a plan's function, the same for all sizes of a model that are copied in the same way."""
+
+    source: str
+    filename: str
+    results: Results
+
+    def function(self, namespace: Mapping[str, Any]) -> Callable[..., tuple[Any, ...]]:
+        """Return the function over the memory of one size."""
+        space = {**self.results.namespace, **internals.EXPRESSION_NAMESPACE, **namespace}
+        exec(compile(self.source, self.filename, "exec"), space)
+        return space["run"]
+
+
+def plan_code(
+    results: Results,
+    inputs: GraphInputs,
+    statics: StaticInputs,
+    written: Sequence[int],
+    *,
+    is_padded: bool,
+    static_outputs: bool,
+    name: str,
+) -> PlanCode:
+    """Write the function of a plan.
+
+    Its names: ``i3`` and ``at3`` are the memory of argument 3 and its address, ``h4`` the address of
+    argument 4, which is held, ``b0`` memory that a result is made from.
+
+    Args:
+        results: how the caller's results are made.
+        inputs: what the graph is called with.
+        statics: which inputs are copied.
+        written: positions of the tensor arguments that the graph writes to.
+        is_padded: fewer rows come than the plan has; the others are zeroed at every call.
+        static_outputs: results are the memory itself.
+        name: shown in tracebacks.
+    """
+    parameters = ", ".join([*(f"a{i}" for i in inputs.tensor_indices), *inputs.sizes.variables.values()])
+    stale = ["pool.is_busy", "(stream := current_stream()) != pool.stream and not pool.switch(stream)"]
+    stale += [f"pointer(a{tensor.index}) != h{tensor.index}" for tensor in statics.held]
+    body = [*_copies(statics.copied, is_padded), "for step in steps:", "    step()"]
+    body += _clones(results, static_outputs)
+    back = [f"copy({_source(t)}, i{t.index})" for t in statics.copied if t.index in written]
+    body += [*back, *results.lines]
+    lines = [
+        f"def run({parameters}):",
+        "    with lock:",
+        f"        if {' or '.join(stale)}:",
+        f"            return elsewhere({parameters})",
+        "        pool.is_busy = True",
+        "        try:",
+        *(f"            {line}" for line in body),
+        "        finally:",
+        "            pool.is_busy = False",
+        "        variant.num_calls += 1",
+        "        counters.num_graph_replays += num_graphs",
+        f"    return ({', '.join(results.texts)}{',' if len(results.texts) == 1 else ''})",
+    ]
+    source = "\n".join(lines) + "\n"
+    filename = f"<piecework plan of {name}{' with padding' if is_padded else ''}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    return PlanCode(source, filename, results)
+
+
+def _copies(copied: Sequence[GraphTensor], is_padded: bool) -> list[str]:
+    """Return one launch per dtype, none if all are in place already."""
+    lines = ["zero_padding(padding)"] if is_padded and copied else []
+    by_kind: dict[Any, list[GraphTensor]] = {}
+    for tensor in copied:
+        by_kind.setdefault((tensor.fake.dtype, tensor.fake.device), []).append(tensor)
+    for tensors in by_kind.values():
+        moved = " or ".join(f"pointer(a{t.index}) != at{t.index}" for t in tensors)
+        if len(tensors) == 1:
+            (only,) = tensors
+            launch = f"copy(i{only.index}, {_source(only)})"
+        else:
+            kept = ", ".join(f"i{t.index}" for t in tensors)
+            given = ", ".join(map(_source, tensors))
+            launch = f"copy_all(({kept},), ({given},))"
+        lines += [launch] if is_padded else [f"if {moved}:", f"    {launch}"]
+    return lines
+
+
+def _source(tensor: GraphTensor) -> str:
+    return f"base_of(a{tensor.index})" if tensor.is_expanded else f"a{tensor.index}"
+
+
+def _clones(results: Results, static_outputs: bool) -> list[str]:
+    made = "b{0}" if static_outputs else "clone(b{0})"
+    return [f"o{i} = {made.format(i)}" for i in range(len(results.made_from))]

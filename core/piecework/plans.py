@@ -1,0 +1,411 @@
+"""Which size is answered by which captured plan: decided at the first call of a size, then one look-up."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from piecework.budget import Budget, megabytes
+from piecework.config import CompilationConfig
+from piecework.config_checks import Size
+from piecework.counting import counters
+from piecework.dedupe import UniquePiece
+from piecework.errors import CaptureError, PieceworkWarning, StaleCaptureError
+from piecework.inputs import GraphInputs, key_of_values, size_values
+from piecework.padding import Padding
+from piecework.plan import Key, Plan, PlanFunctions, Variant, cut, numbers_of
+from piecework.pool import Pool
+from piecework.process_settings import compile_context, is_frozen
+from piecework.recorder import Recorder, Recording, Run
+from piecework.refusals import Refusals
+from piecework.split import SplitGraph
+from piecework.static_inputs import StaticInputs
+
+logger = logging.getLogger(__name__)
+
+SEEN_BEFORE_CAPTURE = 3
+"""With ``capture_sizes="auto"``, a size is captured at this call of it."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What runs at one size: a function per piece, and which of them are the same code."""
+
+    runs: Sequence[Run]
+    keys: Sequence[str]
+
+
+class Plans:
+    """The captured sizes of one graph, and what becomes of calls of all other sizes.
+
+    Args:
+        split: the graph.
+        inputs: what it is called with.
+        paths: how the user calls each tensor argument, by position.
+        config: the settings.
+        pool: where to capture.
+        unique: the pieces without repetition.
+        pieces: returns what runs at a size, given its key.
+        is_auto: what ``capture_sizes=None`` means outside of a compile context.
+        owner: name of the model, for messages.
+    """
+
+    def __init__(
+        self,
+        split: SplitGraph,
+        inputs: GraphInputs,
+        paths: Mapping[int, str],
+        config: CompilationConfig,
+        pool: Pool,
+        *,
+        unique: Sequence[UniquePiece],
+        pieces: Callable[[Key], Pieces],
+        is_auto: bool,
+        owner: str,
+    ) -> None:
+        self.split, self.config, self.pool, self.owner = split, config, pool, owner
+        self.inputs = replace(inputs, bound={})
+        self.bound: Callable[[], Mapping[Node, torch.Tensor]] = dict
+        """Returns the parameters and buffers that the model has now; set by whoever binds them."""
+        self.pieces = pieces
+        self.uncaptured: Callable[..., Any] = _not_there
+        """Answers a call without captures; set when the code for it is there."""
+        self.is_auto = is_auto
+        self.statics = StaticInputs(inputs, paths, config, pool)
+        self.refusals = Refusals(pool.capturer, pool.device)
+        self.make = PlanFunctions(
+            *(split, inputs, self.statics, pool, self.elsewhere),
+            static_outputs=config.static_outputs,
+            name=owner,
+        )
+        self.padding = Padding(split, self.inputs, self.statics, config, self.make.results.made_from, unique)
+        self.budget = Budget(config.max_capture_bytes)
+        self.functions: dict[Key, Callable[..., Any]] = {}
+        """What answers calls, by size: the one look-up of a call."""
+        self.plans: dict[Key, Plan] = {}
+        self.num_seen: Counter[Key] = Counter()
+        self.num_uncaptured: defaultdict[Key, Counter[str]] = defaultdict(Counter)
+        """Calls that ran uncaptured, by size and reason."""
+        self.num_earlier_calls: Counter[tuple[Key, Key]] = Counter()
+        """Calls that plans answered which were captured again since, by the plan's size and the call's."""
+        self.retry_at: dict[Key, int] = {}
+        self.stale: set[Key] = set()
+        """Sizes whose captures were dropped after ``freeze``."""
+        self.num_recaptures = 0
+        self.on_captured: Callable[[], None] = lambda: None
+        """Called after a capture, which reads all parameters by address: to look at each before the next replay."""
+        pool.users.add(self)
+
+    # A call whose size has no function yet.
+
+    def choose(self, given: Sequence[Any], uncaptured: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what answers a call: its plan, captured now if it is time to, or ``uncaptured``.
+
+        Raises:
+            CaptureError: capturing failed, and ``on_failure`` is ``"error"``.
+            StaleCaptureError: what was captured is stale, and ``freeze`` forbids to capture again.
+        """
+        key = self.key_of(given)
+        with self.pool.lock:
+            if key in self.functions:
+                return self.functions[key]
+            if self.pool.is_busy:
+                return self.note_uncaptured(key, "called from inside another captured call", uncaptured)
+            target, why_not, is_asked_for = self.target_of(key)
+            if target is None:
+                return self.note_uncaptured(key, why_not, uncaptured)
+            if target not in self.plans:
+                why_not = self.try_to_capture(target, self.by_position(given), is_asked_for=is_asked_for)
+                if why_not is not None:
+                    return self.note_uncaptured(key, why_not, uncaptured)
+            return self.functions.get(key) or self.function_of(key, self.plans[target])
+
+    def key_of(self, given: Sequence[Any]) -> Key:
+        """Return the size of a call: its last arguments."""
+        num_dims = len(self.inputs.sizes.dims)
+        return given[-1] if num_dims == 1 else tuple(given[-num_dims:])
+
+    def target_of(self, key: Key) -> tuple[Key | None, str, bool]:
+        """Return the size to capture or to pad to, or None and the reason; and whether somebody asked for that."""
+        if is_frozen() and key in self.stale:
+            self.refuse_stale(key, "what it reads was replaced or moved")
+            return None, "stale after freeze()", True
+        wanted = [*self.wanted(), *self.stale]
+        if key in wanted and self.may_capture(key):
+            return key, "", True
+        possible = {*self.plans, *(size for size in wanted if self.may_capture(size))}
+        padded, why_not = self.padding.target(key, possible)
+        if padded is not None:
+            return padded, "", True
+        if key in wanted:
+            return None, "freeze() was called" if is_frozen() else self.why_left_out(key), True
+        if self.is_automatic():
+            self.num_seen[key] += 1
+            if self.num_seen[key] >= SEEN_BEFORE_CAPTURE:
+                return (key, "", False) if self.may_capture(key) else (None, self.why_left_out(key), False)
+            why_not = why_not or f"captured when seen {SEEN_BEFORE_CAPTURE} times"
+        return None, why_not or "not among the sizes to capture", False
+
+    def wanted(self) -> list[Key]:
+        """Return the sizes to capture: those of the settings, else of the compile context around this call."""
+        sizes = self.config.capture_sizes
+        if sizes is None:
+            sizes = compile_context()
+        return [self.key_of_size(size) for size in sizes] if isinstance(sizes, tuple) else []
+
+    def is_automatic(self) -> bool:
+        """Whether a size that comes often is captured unasked."""
+        if self.config.capture_sizes is None:
+            return self.is_auto and compile_context() is None
+        return self.config.capture_sizes == "auto"
+
+    def may_capture(self, key: Key) -> bool:
+        """Whether a size can be captured now; one that failed is tried again after twice as many calls."""
+        if is_frozen() or self.budget.why_left_out(key):
+            return False
+        return sum(self.num_uncaptured[key].values()) >= self.retry_at.get(key, 0)
+
+    def why_left_out(self, key: Key) -> str:
+        return self.budget.why_left_out(key) or "capturing it failed, and is tried again later"
+
+    def key_of_size(self, size: Size) -> Key:
+        """Return what a size that the user wrote is looked up by."""
+        return key_of_values(size_values(size, self.inputs.sizes.dims, f"a size to capture of {self.owner}"))
+
+    def values_of(self, key: Key) -> dict[str, int]:
+        """Return the value of each named dim."""
+        dims = self.inputs.sizes.dims
+        return dict(zip(dims, key if len(dims) > 1 else (key,), strict=True))
+
+    def note_uncaptured(self, key: Key, why: str, uncaptured: Callable[..., Any]) -> Callable[..., Any]:
+        self.num_uncaptured[key][why] += 1
+        return uncaptured
+
+    # Capturing.
+
+    def try_to_capture(self, key: Key, given: Mapping[int, torch.Tensor], *, is_asked_for: bool = True) -> str | None:
+        """Capture a size; return why it could not be done, where that is no error.
+
+        It is none with ``on_failure="eager"``, and for a size that nobody asked to capture: such a call would
+        have worked without.
+        """
+        try:
+            self.capture(key, given)
+        except CaptureError as error:
+            if self.config.on_failure == "error" and is_asked_for:
+                raise
+            calls = sum(self.num_uncaptured[key].values())
+            self.retry_at[key] = max(2 * calls, 2)
+            warnings.warn(PieceworkWarning(f"{self.owner} answers size {key} uncaptured: {error}"), stacklevel=5)
+            return "capturing it failed"
+        return None if key in self.plans else self.why_left_out(key)
+
+    def by_position(self, given: Sequence[Any]) -> dict[int, torch.Tensor]:
+        """Return the tensor arguments of a call by their positions."""
+        return dict(zip(self.inputs.tensor_indices, given, strict=False))
+
+    def capture(self, key: Key, given: Mapping[int, torch.Tensor]) -> Plan | None:
+        """Capture a size from the tensors of a call; None where the budget does not allow it.
+
+        Raises:
+            CaptureError: it can't be captured; everything is as it was before.
+        """
+        before = self.pool.capturer.memory()
+        if not self.budget.allows(key, self.num_rows(key), before, self.owner):
+            return None
+        start = time.perf_counter()
+        self.pool.users.add(self)
+        try:
+            recording = self.record(key, given)
+        except CaptureError as error:
+            if not self.plans:
+                self.give_back()
+            raise type(error)(f"size {key} of {self.owner} can't be captured: {error}") from error
+        after = self.pool.capturer.memory()
+        plan = Plan(key, self.numbers_of(key), recording, time.perf_counter() - start, before, after)
+        if not self.budget.take(key, self.num_rows(key), before, after, recording.num_graphs, self.owner):
+            del recording, plan
+            if not self.plans:
+                self.give_back()
+            return None
+        counters.num_graph_captures += recording.num_graphs
+        self.plans[key] = plan
+        self.num_recaptures += key in self.stale
+        self.stale.discard(key)
+        self.function_of(key, plan)
+        self.on_captured()
+        logger.info(
+            "%s: captured size %s in %d graphs, %.0f ms, %.1f MB in the pool",
+            *(self.owner, key, recording.num_graphs, plan.seconds * 1e3, after.pool_bytes / 1e6),
+        )
+        return plan
+
+    def capture_all(
+        self,
+        sizes: Sequence[Size],
+        given: Mapping[int, torch.Tensor],
+        on_size: Callable[[Key, Plan | None], None] = lambda key, plan: None,
+    ) -> None:
+        """Capture sizes, the largest first, so that the others find room in its memory; no splitting op runs.
+
+        Args:
+            sizes: as the user writes them; those that are there already are passed over.
+            given: the tensor arguments of one call, which are cut or filled up to each size.
+            on_size: called after each size; without a plan where it was left out.
+
+        Raises:
+            CaptureError: a size can't be captured and ``on_failure`` is ``"error"``; those before it stay.
+        """
+        keys = dict.fromkeys(self.key_of_size(size) for size in sizes)
+        ordered = sorted(keys, key=self.num_rows, reverse=True)
+        with self.pool.lock:
+            self.estimate(ordered, given)
+            for key in ordered:
+                if key not in self.plans:
+                    self.try_to_capture(key, self.resized(given, key))
+                on_size(key, self.plans.get(key))
+
+    def estimate(self, ordered: Sequence[Key], given: Mapping[int, torch.Tensor]) -> None:
+        """Find out what sizes would take, from the smallest and a middle one, where a budget is to be kept."""
+        if self.budget.limit is None or self.plans or len(ordered) < 3:
+            return
+        start = self.pool.capturer.memory()
+        for key in (ordered[-1], ordered[len(ordered) // 2]):
+            before = self.pool.capturer.memory()
+            recording = self.record(key, self.resized(given, key))
+            self.budget.probe(self.num_rows(key), before, self.pool.capturer.memory())
+            del recording
+        self.give_back()
+        self.pool.users.add(self)
+        total = self.budget.estimate(self.num_rows(ordered[0])) or 0
+        drivers = [probe.driver_bytes for probe in self.budget.probes]
+        total += (len(ordered) - 1) * sum(drivers) // len(drivers)
+        logger.info(
+            "%s: %d sizes are expected to take about %s, %s more than now",
+            *(self.owner, len(ordered), megabytes(total + start.pool_bytes), megabytes(total)),
+        )
+
+    def resized(self, given: Mapping[int, torch.Tensor], key: Key) -> dict[int, torch.Tensor]:
+        """Return arguments for a size: what is kept in place must be as large, what is copied is cut later.
+
+        Raises:
+            CaptureError: an argument that is kept in place is too small.
+        """
+        resized = dict(given)
+        for tensor in self.statics.held:
+            if tensor.varies:
+                size = self.statics.layout(tensor.fake, self.numbers_of(key)).size
+                if any(have < need for have, need in zip(given[tensor.index].shape, size, strict=True)):
+                    raise CaptureError(
+                        f"size {key} of {self.owner} needs argument {tensor.path} of shape {size}, and the one that is "
+                        f"kept in place (static_inputs) has {tuple(given[tensor.index].shape)}; pass the largest"
+                    )
+                resized[tensor.index] = cut(given[tensor.index], size)
+        return resized
+
+    def record(self, key: Key, given: Mapping[int, torch.Tensor]) -> Recording:
+        pieces = self.pieces(key)
+        values = self.values_of(key)
+        recorder = Recorder(
+            *(
+                self.split,
+                replace(self.inputs, bound=self.bound()),
+                pieces.runs,
+                pieces.keys,
+                self.pool,
+                self.statics,
+                self.refusals,
+            ),
+            numbers=self.numbers_of(key),
+            size=key if len(values) == 1 else values,
+            results=self.make.results.made_from,
+        )
+        return recorder.record(given)
+
+    def numbers_of(self, key: Key) -> Any:
+        return numbers_of(self.values_of(key), self.inputs)
+
+    def num_rows(self, key: Key) -> int:
+        """Return how many rows a size has in all."""
+        product = 1
+        for length in self.values_of(key).values():
+            product *= length
+        return product
+
+    def function_of(self, key: Key, plan: Plan) -> Callable[..., Any]:
+        """Return what answers calls of a size by a plan of that many rows, or more."""
+        variant = plan.variants.setdefault(key, Variant(plan, key))
+        self.functions[key] = function = self.make.function(variant, self.numbers_of(key), self.bound())
+        return function
+
+    # Calls that a plan can't answer.
+
+    def elsewhere(self, variant: Variant, *given: Any) -> Any:
+        """Answer a call from inside another one, on a stream that is being recorded, or whose inputs moved."""
+        with self.pool.lock:
+            if self.pool.is_busy:
+                function = self.note_uncaptured(
+                    variant.key, "called from inside another captured call", self.uncaptured
+                )
+            elif not self.pool.switch(self.pool.capturer.current_stream()):
+                function = self.note_uncaptured(variant.key, "its stream is being recorded", self.uncaptured)
+            else:
+                function = self.after_move(variant, given)
+        return function(*given)
+
+    def after_move(self, variant: Variant, given: Sequence[Any]) -> Callable[..., Any]:
+        """Return what answers a call whose held inputs are at other addresses than at the capture."""
+        held, now = variant.plan.recording.held, self.by_position(given)
+        moved = [i for i, tensor in held.items() if now[i].data_ptr() != tensor.data_ptr()]
+        if moved and is_frozen():
+            paths = ", ".join(self.statics.tensors[index].path for index in moved)
+            self.refuse_stale(variant.key, f"argument {paths} is at another address than at its capture")
+            return self.note_uncaptured(variant.key, "stale after freeze()", self.uncaptured)
+        for index in moved:
+            self.statics.note_move(self.statics.tensors[index], self.owner)
+        if moved:
+            self.drop(variant.plan)
+        return self.choose(given, self.uncaptured)
+
+    def refuse_stale(self, key: Key, why: str) -> None:
+        """Raise that a capture is stale, where that is an error."""
+        if self.config.on_failure == "error":
+            raise StaleCaptureError(
+                f"size {key} of {self.owner} has to be captured again, since {why}, and piecework.freeze() forbids it; "
+                'keep it in place, or set on_failure="eager" to have such calls run uncaptured'
+            )
+
+    def drop(self, plan: Plan) -> None:
+        """Forget a plan; it is captured again when its size comes next."""
+        self.plans.pop(plan.key, None)
+        self.budget.taken.pop(plan.key, None)
+        self.stale.add(plan.key)
+        for key, variant in plan.variants.items():
+            self.functions.pop(key, None)
+            self.num_earlier_calls[plan.key, key] += variant.num_calls
+
+    def drop_all(self) -> None:
+        """Forget every plan, since what they read was replaced or moved."""
+        with self.pool.lock:
+            for plan in list(self.plans.values()):
+                self.drop(plan)
+
+    def give_back(self) -> None:
+        """Give up all memory."""
+        self.functions.clear()
+        self.plans.clear()
+        self.budget.taken.clear()
+        self.statics.buffers.clear()
+        self.pool.leave(self)
+
+
+def _not_there(*_: Any) -> Any:
+    raise AssertionError("no code for uncaptured calls was set")

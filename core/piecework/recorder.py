@@ -1,0 +1,525 @@
+"""Record one size of a split graph: what can be captured as graphs, the ops between as bound calls.
+
+While recording, a tensor is held until the last step that needs it has been recorded; then its memory
+may serve later steps, and all of it serves the other sizes. Bound calls refer to memory by aliases,
+which do not hold it. Nothing is read by a step before this same size's steps have written it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from piecework import torch_internals as internals
+from piecework.capturing import Recordable
+from piecework.effects import line_of, op_name, tensors_in
+from piecework.errors import CaptureError
+from piecework.inputs import GraphInputs
+from piecework.pieces import SplittingOp
+from piecework.pool import Pool
+from piecework.refusals import Refusals, refused_op
+from piecework.split import PieceStep, SplitGraph
+from piecework.static_inputs import Layout, Numbers, StaticInputs, UnknownSizeError, evaluate, fill
+
+logger = logging.getLogger(__name__)
+
+Run = Callable[..., Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class PieceAction:
+    """Runs a compiled piece."""
+
+    step: PieceStep
+    run: Run
+    key: str
+    """Equal for places that share compiled code."""
+    why_uncaptured: str | None
+
+    @property
+    def defines(self) -> tuple[Node, ...]:
+        """Return the nodes whose values it makes."""
+        return self.step.outputs
+
+    @property
+    def uses(self) -> Iterator[Node]:
+        """Yield the nodes whose values it takes."""
+        return (value for value in self.step.inputs if isinstance(value, Node))
+
+
+@dataclass(frozen=True)
+class OpAction:
+    """Runs a splitting op, or a node beside one that costs no kernel."""
+
+    node: Node
+    op: SplittingOp | None
+    is_captured: bool
+
+    @property
+    def uses(self) -> Iterator[Node]:
+        """Yield the nodes whose values it takes."""
+        return iter(self.node.all_input_nodes)
+
+
+Action = PieceAction | OpAction
+
+
+@dataclass
+class Recording:
+    """One captured size."""
+
+    steps: list[Callable[[], Any]]
+    """To be called in this order, without arguments."""
+    num_graphs: int
+    inputs: dict[int, torch.Tensor]
+    """Static memory of the copied inputs, by position among the tensor arguments."""
+    held: dict[int, torch.Tensor]
+    """The inputs that are read where the caller has them."""
+    outputs: dict[Node, torch.Tensor]
+    """What the results are made from; these do not hold their memory."""
+    bridge_bytes: int = 0
+    """Memory for results that come from outside of graphs."""
+
+
+class Recorder:
+    """Records one size.
+
+    Args:
+        split: the graph.
+        inputs: what it is called with.
+        runs: the compiled pieces, one per piece of the graph.
+        keys: equal for places that share compiled code.
+        pool: where to record; its lock is held.
+        statics: memory of the inputs.
+        numbers: the value of each symbol.
+        size: the size as the user writes it; ``SplittingOp.capturable`` is asked about it.
+        results: nodes that the caller's results are made from.
+    """
+
+    def __init__(
+        self,
+        split: SplitGraph,
+        inputs: GraphInputs,
+        runs: Sequence[Run],
+        keys: Sequence[str],
+        pool: Pool,
+        statics: StaticInputs,
+        refusals: Refusals,
+        *,
+        numbers: Numbers,
+        size: Any,
+        results: Sequence[Node],
+    ) -> None:
+        self.split, self.effects, self.inputs = split, split.effects, inputs
+        self.pool, self.capturer, self.statics, self.refusals = pool, pool.capturer, statics, refusals
+        self.numbers, self.size, self.results = numbers, size, results
+        self.actions = self.list_actions(runs, keys)
+        self.defined = {*inputs.bound, *(tensor.node for tensor in statics.tensors.values())}
+        self.outside = frozenset(self.defined)
+        """What exists before the first step."""
+        self.defined.update(node for action in self.actions for node in self.definitions(action))
+        self.last_use = self.find_last_uses()
+        self.env: dict[Node, Any] = {}
+        self.recording = Recording([], 0, {}, {}, {})
+        self.warmed: set[str] = set()
+
+    def record(self, given: Mapping[int, torch.Tensor]) -> Recording:
+        """Record all steps; no splitting op runs, and nothing of the model or the caller is written to.
+
+        Args:
+            given: the tensor arguments of a call, by position; those that are copied may have other sizes.
+
+        Raises:
+            CaptureError: the device refuses something, or lacks the memory. Nothing stays behind.
+        """
+        try:
+            with torch.inference_mode(False), torch.no_grad(), self.keeping_random_state(), self.capturer.session():
+                self.enter(given)
+                self.record_steps()
+                self.leave()
+        except UnknownSizeError as error:
+            raise CaptureError(f"{error}, so that its memory can't be set aside") from error
+        except torch.OutOfMemoryError as error:
+            raise CaptureError(f"the device has no memory for it: {error}") from error
+        finally:
+            self.env.clear()
+        return self.recording
+
+    @contextlib.contextmanager
+    def keeping_random_state(self) -> Iterator[None]:
+        """Put the random numbers back that warm-ups draw."""
+        device = self.pool.device
+        devices = [] if device.type == "cpu" else [device.index]
+        with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+            yield
+
+    # What there is to do.
+
+    def list_actions(self, runs: Sequence[Run], keys: Sequence[str]) -> list[Action]:
+        actions: list[Action] = []
+        pieces = iter(zip(runs, keys, strict=True))
+        for step in self.split.steps:
+            if isinstance(step, PieceStep):
+                run, key = next(pieces)
+                why = self.refusals.of_piece(step, key)
+                actions.append(PieceAction(step, run, key, why))
+                if why is not None:
+                    self.refusals.note(step.name, why)
+            else:
+                for node in unpacked_at_once(step.nodes):
+                    op = step.ops.get(node)
+                    actions.append(OpAction(node, op, self.is_captured(op, node)))
+        return actions
+
+    def is_captured(self, op: SplittingOp | None, node: Node) -> bool:
+        """Whether a splitting op is recorded at this size, and not run between the graphs."""
+        if op is None:
+            return False
+        wanted = op.capturable(self.size) if callable(op.capturable) else op.capturable
+        return bool(wanted) and self.refusals.of_op(node, self.effects) is None
+
+    def definitions(self, action: Action) -> tuple[Node, ...]:
+        """Return the nodes that an action gives a value of its own: not an argument that is handed through."""
+        if isinstance(action, PieceAction):
+            return action.defines
+        return () if action.node in self.effects.identical else (action.node,)
+
+    def find_last_uses(self) -> dict[Node, int]:
+        last: dict[Node, int] = {}
+        for index, action in enumerate(self.actions):
+            for used in (*action.uses, *self.definitions(action)):
+                last.update(dict.fromkeys(self.bases(used), index))
+        for node in self.results:
+            last.update(dict.fromkeys(self.bases(node), len(self.actions)))
+        return last
+
+    def resolve(self, node: Node) -> Node:
+        """Return the node whose value is the same tensor."""
+        while node in self.effects.identical and node not in self.defined:
+            node = self.effects.aliased[node]
+        return node
+
+    def bases(self, node: Node) -> Iterator[Node]:
+        """Yield the nodes with values of their own that a use of ``node`` needs."""
+        node = self.resolve(node)
+        if node in self.defined:
+            yield node
+        elif not self.effects.is_scalar(node):
+            for arg in node.all_input_nodes:
+                yield from self.bases(arg)
+
+    # Values.
+
+    def enter(self, given: Mapping[int, torch.Tensor]) -> None:
+        """Set aside the memory of the inputs, filled with what the call passes."""
+        self.env.update(self.inputs.bound)
+        for tensor in self.statics.held:
+            self.env[tensor.node] = self.recording.held[tensor.index] = given[tensor.index]
+        for tensor in self.statics.copied:
+            memory = self.statics.memory(tensor, self.numbers)
+            fill(memory, given[tensor.index])
+            self.env[tensor.node] = self.recording.inputs[tensor.index] = memory
+
+    def value(self, node: Node, env: Mapping[Node, Any]) -> Any:
+        """Return the value of a node: kept, computed from sizes, or a view taken again from its base."""
+        node = self.resolve(node)
+        if node in env:
+            return env[node]
+        if self.effects.is_scalar(node):
+            return self.number(self.effects.values[node])
+        args, kwargs = map_arg((node.args, node.kwargs), lambda arg: self.value(arg, env))
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        target: Any = node.target
+        return target(*args, **kwargs)
+
+    def number(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return type(value)(self.number(item) for item in value)
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return evaluate(self.statics.sizes.shape_env.replace(value.node.expr), self.numbers)
+        return value
+
+    def bound_value(self, node: Node) -> Any:
+        """Return a value for a call that outlives the recording: memory of the pool by an alias."""
+        value = self.value(node, self.env)
+        if not isinstance(value, torch.Tensor) or set(self.bases(node)) <= self.outside:
+            return value
+        return self.capturer.alias(value)
+
+    def layout(self, fake: torch.Tensor) -> Layout:
+        return self.statics.layout(fake, self.numbers)
+
+    def memory_for(self, fake: torch.Tensor) -> torch.Tensor:
+        layout = self.layout(fake)
+        if layout.repeats:
+            raise CaptureError("an expanded tensor is handed on between pieces, for which no memory can be set aside")
+        return self.pool.empty(fake, layout.size, layout.stride)
+
+    # Steps.
+
+    def record_steps(self) -> None:
+        """Record neighbours that can be captured as one graph each, and bind what stands between."""
+        waiting: list[tuple[int, Action]] = []
+        for index, action in enumerate(self.actions):
+            if self.is_recorded(action, waiting):
+                waiting.append((index, action))
+            elif isinstance(action, OpAction) and action.op is None:
+                self.settle(action)
+            else:
+                self.capture(waiting)
+                waiting = []
+                self.bind(action)
+                self.let_go(index)
+        self.capture(waiting)
+        if not self.recording.num_graphs:
+            raise CaptureError("no piece of it can be captured" + "".join(f"; {w}" for w in self.refusals.lines()))
+
+    def is_recorded(self, action: Action, waiting: Sequence[tuple[int, Action]]) -> bool:
+        """Whether an action becomes part of a graph: what unpacks the results of a recorded op does, too."""
+        if isinstance(action, PieceAction):
+            return action.why_uncaptured is None
+        parents = [other.node for _, other in waiting if isinstance(other, OpAction)]
+        return action.is_captured or (action.node.target is operator.getitem and action.node.args[0] in parents)
+
+    def let_go(self, index: int) -> None:
+        """Drop what no later step needs, so that its memory can be used again."""
+        for node in [node for node in self.env if self.last_use.get(node, -1) <= index and node not in self.outside]:
+            del self.env[node]
+
+    def settle(self, action: OpAction) -> None:
+        """Do once what costs no kernel: allocate, unpack, look at sizes."""
+        node = action.node
+        if self.effects.is_allocation(node):
+            self.env[node] = self.memory_for(self.effects.values[node])
+        elif node not in self.effects.identical:
+            self.env[node] = self.value(node, self.env)
+
+    def capture(self, waiting: Sequence[tuple[int, Action]]) -> None:
+        """Record some actions as one graph."""
+        if not waiting:
+            return
+        segment = _Segment(self, waiting)
+        names = [action.step.name for _, action in waiting if isinstance(action, PieceAction)]
+        for _, action in waiting:
+            if isinstance(action, PieceAction) and action.key not in self.warmed:
+                self.warmed.add(action.key)
+                self.warm_up(action)
+        what = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" if names else "a splitting op"
+        recordable = Recordable(what, segment.run, segment.inputs(), segment.writes())
+        try:
+            captured = self.capturer.capture(recordable)
+        except CaptureError as error:
+            raise self.explained(error, waiting) from error
+        except Exception as error:  # of a compiled piece or an op: it fails in this size's capture, and in nothing else
+            raise CaptureError(f"{what} failed while it was recorded: {type(error).__name__}: {error}") from error
+        self.recording.steps.append(captured.replay)
+        self.recording.num_graphs += 1
+        self.env.update(zip(segment.exports, captured.outputs, strict=True))
+        self.let_go(waiting[-1][0])
+
+    def warm_up(self, action: PieceAction) -> None:
+        """Run a piece once on scratch memory, so that what is done at a first run is not recorded."""
+        scratch = self.scratch_inputs(action.step)
+        try:
+            self.capturer.warm_up(lambda: action.run(*scratch))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of a compiled piece: it fails in this size's capture, and in nothing else
+            what = f"{action.step.name} failed in its warm-up"
+            raise CaptureError(f"{what}: {type(error).__name__}: {error}") from error
+
+    def scratch_inputs(self, step: PieceStep) -> list[Any]:
+        """Return inputs for a piece: the caller's and the model's own, zeros for what other steps make."""
+        scratch: list[Any] = []
+        for position, value in enumerate(step.inputs):
+            if isinstance(value, sympy.Symbol):
+                scratch.append(int(evaluate(value, self.numbers)))
+            elif set(self.bases(value)) <= self.outside:
+                real = self.value(value, self.env)
+                scratch.append(real.clone() if position in step.written else real)
+            else:
+                fake = self.effects.values[self.resolve(value)]
+                layout = self.layout(fake)
+                flat = torch.zeros(layout.span, dtype=fake.dtype, device=fake.device)
+                scratch.append(flat.as_strided(layout.size, layout.stride))
+        return scratch
+
+    def explained(self, error: CaptureError, waiting: Sequence[tuple[int, Action]]) -> CaptureError:
+        """Return an error that names the op that the device refuses, if recording ops one by one finds it."""
+        for _, action in waiting:
+            if isinstance(action, PieceAction):
+                node = refused_op(action.step.graph, self.scratch_inputs(action.step), self.capturer)
+                if node is not None:
+                    return CaptureError(
+                        f"{error}; it is {op_name(node) or node.target} in {action.step.name}{line_of(node)}"
+                    )
+        return error
+
+    # What runs between graphs.
+
+    def bind(self, action: Action) -> None:
+        """Bind what is not captured to its memory."""
+        if isinstance(action, PieceAction):
+            args = [self.piece_argument(value) for value in action.step.inputs]
+            call = functools.partial(action.run, *args)
+            fakes = [self.effects.values[node] for node in action.step.outputs]
+            kept = [self.memory_for(fake) for fake in fakes]
+            self.env.update(zip(action.step.outputs, kept, strict=True))
+            self.recording.steps.append(self.bridged(call, kept) if kept else call)
+            return
+        node = action.node
+        args, kwargs = map_arg((node.args, node.kwargs), self.bound_value)
+        call = functools.partial(self.function(node, action.op), *args, **kwargs)
+        if node in self.effects.aliased:
+            if node not in self.effects.identical:
+                self.env[node] = self.view_of(node)
+            self.recording.steps.append(call)
+            return
+        result = self.effects.values[node]
+        kept = [self.memory_for(fake) for fake in tensors_in(result)]
+        self.check_result(node, result)
+        remaining = iter(kept)
+        self.env[node] = internals.pytree.tree_map_only(torch.Tensor, lambda _: next(remaining), result)
+        self.recording.steps.append(self.bridged(call, kept) if kept and node.users else call)
+
+    def piece_argument(self, value: Node | sympy.Symbol) -> Any:
+        if isinstance(value, sympy.Symbol):
+            return int(evaluate(value, self.numbers))
+        return self.bound_value(value)
+
+    def check_result(self, node: Node, result: Any) -> None:
+        leaves = internals.pytree.tree_leaves(result)
+        if node.users and not all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves):
+            raise CaptureError(f"{op_name(node)} gives a number{line_of(node)}, which a graph can't follow")
+
+    def view_of(self, node: Node) -> torch.Tensor:
+        """Return the view that an op gives of one of its arguments."""
+        source = self.effects.aliased[node]
+        base = self.value(source, self.env)
+        offsets = (self.effects.values[one].storage_offset() for one in (node, source))
+        ahead, start = (self.statics.number(offset, self.numbers) for offset in offsets)
+        layout = self.layout(self.effects.values[node])
+        return base.as_strided(layout.size, layout.stride, base.storage_offset() + ahead - start)
+
+    def bridged(self, call: Callable[[], Any], kept: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Return a call whose fresh results are copied into static memory."""
+        self.recording.bridge_bytes += sum(tensor.nbytes for tensor in kept)
+        return _Bridge(call, tuple(self.capturer.alias(tensor) for tensor in kept)).run
+
+    def function(self, node: Node, op: SplittingOp | None) -> Callable[..., Any]:
+        """Return what to call for a node: the cheapest route that is right."""
+        if op is not None and op.implementation is not None:
+            return op.implementation
+        if node.op == "call_method":
+            return getattr(torch.Tensor, str(node.target))
+        overload = self.effects.overload(node)
+        target: Any = node.target
+        return internals.direct_call(overload) if overload is not None else target
+
+    def leave(self) -> None:
+        for node in self.results:
+            self.recording.outputs[node] = self.bound_value(node)
+
+
+class _Segment:
+    """Neighbouring actions that become one graph."""
+
+    def __init__(self, recorder: Recorder, actions: Sequence[tuple[int, Action]]) -> None:
+        self.recorder = recorder
+        self.actions = actions
+        own = [node for _, action in actions for node in recorder.definitions(action)]
+        end = actions[-1][0]
+        self.exports = [node for node in own if recorder.last_use.get(node, -1) > end and is_tensor(recorder, node)]
+        used = (base for _, action in actions for value in action.uses for base in recorder.bases(value))
+        self.given = [node for node in dict.fromkeys(used) if node not in set(own)]
+
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that exist before it and that it reads or writes."""
+        return tuple(self.recorder.env[node] for node in self.given)
+
+    def writes(self) -> tuple[int, ...]:
+        """Return which of its inputs it writes to."""
+        effects = self.recorder.effects
+        touched: set[int | None] = set()
+        for _, action in self.actions:
+            if isinstance(action, PieceAction):
+                written = (action.step.inputs[i] for i in action.step.written)
+                touched.update(key for node in written if isinstance(node, Node) for key in effects.storages[node])
+            else:
+                touched.update(effects.written[action.node])
+        return tuple(i for i, node in enumerate(self.given) if touched.intersection(effects.storages[node]))
+
+    def run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Do the work on these inputs; what only later actions of it need is let go in time."""
+        env: dict[Node, Any] = dict(zip(self.given, inputs, strict=True))
+        keep = {*self.exports, *self.given}
+        for index, action in self.actions:
+            self.run_one(action, env)
+            for node in [node for node in env if node not in keep and self.recorder.last_use[node] <= index]:
+                del env[node]
+        return tuple(env[node] for node in self.exports)
+
+    def run_one(self, action: Action, env: dict[Node, Any]) -> None:
+        recorder = self.recorder
+        if isinstance(action, PieceAction):
+            args = [
+                int(evaluate(value, recorder.numbers))
+                if isinstance(value, sympy.Symbol)
+                else recorder.value(value, env)
+                for value in action.step.inputs
+            ]
+            env.update(zip(action.step.outputs, action.run(*args), strict=True))
+            return
+        node = action.node
+        if action.op is None:  # unpacks the results of an op
+            env[node] = recorder.value(node, env)
+            return
+        args, kwargs = map_arg((node.args, node.kwargs), lambda arg: recorder.value(arg, env))
+        result = recorder.function(node, action.op)(*args, **kwargs)
+        if node not in recorder.effects.identical:
+            env[node] = result
+
+
+def is_tensor(recorder: Recorder, node: Node) -> bool:
+    """Whether a node gives one tensor, and not several or nothing."""
+    return isinstance(recorder.effects.values[node], torch.Tensor)
+
+
+class _Bridge:
+    """Runs something that gives fresh tensors, and copies them to where graphs read them."""
+
+    def __init__(self, call: Callable[[], Any], kept: tuple[torch.Tensor, ...]) -> None:
+        self.call = call
+        self.kept = kept
+
+    def run(self) -> None:
+        """Called at every replay."""
+        for kept, fresh in zip(self.kept, tensors_in(self.call()), strict=True):
+            if fresh.shape != kept.shape:
+                raise CaptureError(
+                    f"an op gave a tensor of shape {tuple(fresh.shape)}, where its fake implementation gives "
+                    f"{tuple(kept.shape)}; mend the fake implementation"
+                )
+            kept.copy_(fresh)
+
+
+def unpacked_at_once(nodes: Sequence[Node]) -> list[Node]:
+    """Return nodes in order, but what unpacks the results of an op right after that op."""
+    ordered: list[Node] = []
+    for node in nodes:
+        place = len(ordered)
+        if node.target is operator.getitem and node.args[0] in ordered:
+            place = 1 + max(i for i, n in enumerate(ordered) if n is node.args[0] or n.args[:1] == node.args[:1])
+        ordered.insert(place, node)
+    return ordered
