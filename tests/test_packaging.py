@@ -18,6 +18,7 @@ from dists import ROOT, other_packages, run_child
 
 FOLDERS = [ROOT, *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))]
 FOO = ROOT / "examples" / "piecework-foo"
+OURS = [("cudagraph", "active", 0), ("inductor", "active", 1), ("silly_attention", "active", 2)]
 
 
 class Environment:
@@ -70,7 +71,12 @@ def metadata(wheel: Path, name: str) -> str:
 
 
 def test_each_wheel_holds_its_own_package_and_nothing_else(wheels: dict[str, Path]) -> None:
-    assert set(wheels) == {"piecework", "piecework_inductor", "piecework_silly_attention"}
+    assert set(wheels) == {
+        "piecework",
+        "piecework_cudagraph",
+        "piecework_inductor",
+        "piecework_silly_attention",
+    }
     for name, wheel in wheels.items():
         with zipfile.ZipFile(wheel) as archive:
             paths = [path for path in archive.namelist() if ".dist-info/" not in path]
@@ -113,15 +119,14 @@ def test_editable_installs_are_plain_pth_files(tmp_path: Path) -> None:
         assert name.endswith(".pth")
         assert len(lines) == 1
         assert Path(lines[0]).is_dir(), f"{name} is an import hook"
-    assert environment.plugins() == [("inductor", "active", 0), ("silly_attention", "active", 1)]
+    assert environment.plugins() == OURS
 
 
 @pytest.mark.slow
 def test_third_party_template_is_found_ordered_blocked_and_gone(tmp_path: Path, wheels: dict[str, Path]) -> None:
     environment = Environment(tmp_path / "venv")
     environment.pip_install(*(str(wheel) for wheel in wheels.values()))
-    without_foo = [("inductor", "active", 0), ("silly_attention", "active", 1)]
-    assert environment.plugins() == without_foo
+    assert environment.plugins() == OURS
     copy = tmp_path / "piecework-foo"
     shutil.copytree(FOO, copy, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
     assert sorted(path.name for path in copy.iterdir()) == ["piecework_foo.py", "pyproject.toml"]
@@ -133,21 +138,21 @@ def test_third_party_template_is_found_ordered_blocked_and_gone(tmp_path: Path, 
     assert order["piecework_compile_piece"][0] == "foo"
     order = environment.run("-m", "piecework", "plugins", PIECEWORK_PLUGINS="silly_attention,foo")
     assert "piecework_splitting_ops: silly_attention, foo\n" in order
-    assert environment.plugins(PIECEWORK_PLUGINS="-foo") == [*without_foo, ("foo", "blocked", None)]
+    assert environment.plugins(PIECEWORK_PLUGINS="-foo") == [*OURS, ("foo", "blocked", None)]
     imported = "import sys, piecework.plugins as p; p.plugin_manager(); print('piecework_foo' in sys.modules)"
     assert environment.run(imported) == "True\n"
     assert environment.run(imported, PIECEWORK_PLUGINS="-foo").strip() == "False"
 
     environment.run("-m", "pip", "uninstall", "--quiet", "--yes", "piecework-foo")
-    assert environment.plugins() == without_foo
+    assert environment.plugins() == OURS
 
 
-@pytest.mark.parametrize("module", ["piecework", "piecework_inductor"])
+@pytest.mark.parametrize("module", ["piecework", "piecework_cudagraph", "piecework_inductor"])
 def test_importing_is_light(module: str) -> None:
     code = (
         f"import sys, {module}; print([m for m in sys.modules if m.startswith(('torch._inductor', 'triton', 'tran'))])"
     )
-    child = run_child(code, ROOT / "plugins" / "inductor")
+    child = run_child(code, *FOLDERS[1:])
     assert child.stdout == "[]\n", child.stderr
 
 
@@ -166,4 +171,4 @@ def test_plugins_import_only_the_public_api(folder: Path) -> None:
 
 def test_core_names_no_plugin() -> None:
     for path in (ROOT / "core").rglob("*.py"):
-        assert not re.search(r"piecework[_-](inductor|silly)", path.read_text()), path
+        assert not re.search(r"piecework[_-](cudagraph|inductor|silly)", path.read_text()), path
