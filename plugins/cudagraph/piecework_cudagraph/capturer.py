@@ -165,7 +165,8 @@ class CudaGraphCapturer(Capturer):
         num_uses = pool.num_uses
         try:
             internals.begin_capture(graph, pool.id)
-            results = tuple(fn())
+            # An alias has no place for a conjugation that is still to be done.
+            results = tuple(result.resolve_conj().resolve_neg() for result in fn())
         except BaseException as error:
             refusal = self._end(graph, pool, num_uses)
             graph.reset()  # The traceback keeps the graph.
