@@ -68,7 +68,7 @@ def toy_llama_command(
     from piecework.tools.bench.output import as_json, print_memory, print_run, write_json
     from piecework.tools.bench.plugins import Plugins
 
-    console = Console()
+    console = _console()
     on = _device(device)
     dtype = torch.bfloat16 if on.type == "cuda" else torch.float32
     builders = _chosen(CONTENDERS, only)
@@ -97,6 +97,12 @@ def toy_llama_command(
     if json is not None:
         arguments = {"layers": layers, "hidden": hidden, "rows": rows, "rounds": num_rounds, "exact": exact}
         write_json(as_json(runs, memories, command="toy-llama", device=on, dtype=str(dtype), **arguments), json)
+
+
+def _console() -> Console:
+    """Return where tables are printed; a file or a pipe has room for their notes."""
+    console = Console()
+    return console if console.is_terminal else Console(width=150)
 
 
 def numbers(text: str) -> list[int]:
