@@ -122,6 +122,8 @@ class Plans:
             target, why_not, is_asked_for = self.target_of(key)
             if target is None:
                 return self.note_uncaptured(key, why_not, uncaptured)
+            if not self.pool.join():
+                return self.note_uncaptured(key, "its stream is being recorded", uncaptured)
             if target not in self.plans:
                 why_not = self.try_to_capture(target, self.by_position(given), is_asked_for=is_asked_for)
                 if why_not is not None:
@@ -267,6 +269,8 @@ class Plans:
         keys = dict.fromkeys(self.key_of_size(size) for size in sizes)
         ordered = sorted(keys, key=self.num_rows, reverse=True)
         with self.pool.lock:
+            if self.pool.is_busy or not self.pool.join():
+                raise CaptureError(f"{self.owner} can't be captured from inside another capture or captured call")
             self.estimate(ordered, given)
             for key in ordered:
                 if key not in self.plans:
@@ -355,7 +359,7 @@ class Plans:
                 function = self.note_uncaptured(
                     variant.key, "called from inside another captured call", self.uncaptured
                 )
-            elif not self.pool.switch(self.pool.capturer.current_stream()):
+            elif not self.pool.join():
                 function = self.note_uncaptured(variant.key, "its stream is being recorded", self.uncaptured)
             else:
                 function = self.after_move(variant, given)

@@ -32,9 +32,14 @@ class Pool:
         self.users: weakref.WeakSet[object] = weakref.WeakSet()
         """Whoever holds captures or static memory."""
 
+    def join(self) -> bool:
+        """Order what follows on the current stream after all earlier calls; False where it can't replay now."""
+        stream = self.capturer.current_stream()
+        return stream == self.stream or self.switch(stream)
+
     def switch(self, stream: Hashable) -> bool:
         """Let a stream that was not the last one wait for it; False where it can't replay now."""
-        if not self.capturer.wait_for(self.stream):
+        if not self.capturer.wait_for(stream if self.stream is None else self.stream):
             return False
         self.stream = stream
         return True

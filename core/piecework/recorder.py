@@ -130,6 +130,8 @@ class Recorder:
         self.defined.update(node for action in self.actions for node in self.definitions(action))
         self.last_use = self.find_last_uses()
         self.env: dict[Node, Any] = {}
+        self.made: dict[Node, None] = {}
+        """What of that the steps have made."""
         self.recording = Recording([], 0, {}, {}, {})
         self.warmed: set[str] = set()
 
@@ -153,6 +155,7 @@ class Recorder:
             raise CaptureError(f"the device has no memory for it: {error}") from error
         finally:
             self.env.clear()
+            self.made.clear()
         return self.recording
 
     @contextlib.contextmanager
@@ -294,16 +297,21 @@ class Recorder:
 
     def let_go(self, index: int) -> None:
         """Drop what no later step needs, so that its memory can be used again."""
-        for node in [node for node in self.env if self.last_use.get(node, -1) <= index and node not in self.outside]:
-            del self.env[node]
+        for node in [node for node in self.made if self.last_use.get(node, -1) <= index]:
+            del self.made[node], self.env[node]
+
+    def keep(self, values: Mapping[Node, Any]) -> None:
+        """Hold what a step has made until it is let go."""
+        self.env.update(values)
+        self.made.update(dict.fromkeys(values))
 
     def settle(self, action: OpAction) -> None:
         """Do once what costs no kernel: allocate, unpack, look at sizes."""
         node = action.node
         if self.effects.is_allocation(node):
-            self.env[node] = self.memory_for(self.effects.values[node])
+            self.keep({node: self.memory_for(self.effects.values[node])})
         elif node not in self.effects.identical:
-            self.env[node] = self.value(node, self.env)
+            self.keep({node: self.value(node, self.env)})
 
     def capture(self, waiting: Sequence[tuple[int, Action]]) -> None:
         """Record some actions as one graph."""
@@ -325,7 +333,7 @@ class Recorder:
             raise CaptureError(f"{what} failed while it was recorded: {type(error).__name__}: {error}") from error
         self.recording.steps.append(captured.replay)
         self.recording.num_graphs += 1
-        self.env.update(zip(segment.exports, captured.outputs, strict=True))
+        self.keep(dict(zip(segment.exports, captured.outputs, strict=True)))
         self.let_go(waiting[-1][0])
 
     def warm_up(self, action: PieceAction) -> None:
@@ -375,7 +383,7 @@ class Recorder:
             call = functools.partial(action.run, *args)
             fakes = [self.effects.values[node] for node in action.step.outputs]
             kept = [self.memory_for(fake) for fake in fakes]
-            self.env.update(zip(action.step.outputs, kept, strict=True))
+            self.keep(dict(zip(action.step.outputs, kept, strict=True)))
             self.recording.steps.append(self.bridged(call, kept) if kept else call)
             return
         node = action.node
@@ -383,14 +391,14 @@ class Recorder:
         call = functools.partial(self.function(node, action.op), *args, **kwargs)
         if node in self.effects.aliased:
             if node not in self.effects.identical:
-                self.env[node] = self.view_of(node)
+                self.keep({node: self.view_of(node)})
             self.recording.steps.append(call)
             return
         result = self.effects.values[node]
         kept = [self.memory_for(fake) for fake in tensors_in(result)]
         self.check_result(node, result)
         remaining = iter(kept)
-        self.env[node] = internals.pytree.tree_map_only(torch.Tensor, lambda _: next(remaining), result)
+        self.keep({node: internals.pytree.tree_map_only(torch.Tensor, lambda _: next(remaining), result)})
         self.recording.steps.append(self.bridged(call, kept) if kept and node.users else call)
 
     def piece_argument(self, value: Node | sympy.Symbol) -> Any:
