@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 SEEN_BEFORE_CAPTURE = 3
 """With ``capture_sizes="auto"``, a size is captured at this call of it."""
+NESTED = "called from inside another captured call, or while something is captured"
+IN_USE = "another thread was using the memory of all captures"
+RECORDED = "its stream is being recorded"
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class Plans:
         self.statics = StaticInputs(inputs, paths, config, pool)
         self.refusals = Refusals(pool.capturer, pool.device)
         self.make = PlanFunctions(
-            *(split, inputs, self.statics, pool, self.elsewhere),
+            *(split, inputs, self.statics, pool, self.elsewhere, self.while_busy),
             static_outputs=config.static_outputs,
             name=owner,
         )
@@ -97,8 +101,15 @@ class Plans:
         self.num_earlier_calls: Counter[tuple[Key, Key]] = Counter()
         """Calls that plans answered which were captured again since, by the plan's size and the call's."""
         self.retry_at: dict[Key, int] = {}
+        self.said: set[str] = set()
+        """Reasons why a capture failed that were said."""
+        self.unasked: set[Key] = set()
+        """Sizes that were captured since they came often."""
         self.stale: set[Key] = set()
         """Sizes whose captures were dropped after ``freeze``."""
+        self.is_closed = False
+        self.is_outdated = False
+        """No plan is up to date; they are dropped at the next call that looks for one."""
         self.num_recaptures = 0
         self.on_captured: Callable[[], None] = lambda: None
         """Called after a capture, which reads all parameters by address: to look at each before the next replay."""
@@ -114,21 +125,28 @@ class Plans:
             StaleCaptureError: what was captured is stale, and ``freeze`` forbids to capture again.
         """
         key = self.key_of(given)
-        with self.pool.lock:
-            if key in self.functions:
-                return self.functions[key]
+        if not self.pool.wait():
+            return self.note_uncaptured(key, IN_USE, uncaptured)
+        try:
+            if (function := self.functions.get(key)) is not None:
+                return function
             if self.pool.is_busy:
-                return self.note_uncaptured(key, "called from inside another captured call", uncaptured)
+                return self.note_uncaptured(key, NESTED, uncaptured)
+            self.drop_outdated()
             target, why_not, is_asked_for = self.target_of(key)
             if target is None:
                 return self.note_uncaptured(key, why_not, uncaptured)
-            if not self.pool.join():
-                return self.note_uncaptured(key, "its stream is being recorded", uncaptured)
             if target not in self.plans:
+                if not self.pool.switch():
+                    return self.note_uncaptured(key, RECORDED, uncaptured)
+                if (why_not := self.why_not_now(self.by_position(given))) is not None:
+                    return self.note_uncaptured(key, why_not, uncaptured)
                 why_not = self.try_to_capture(target, self.by_position(given), is_asked_for=is_asked_for)
                 if why_not is not None:
                     return self.note_uncaptured(key, why_not, uncaptured)
             return self.functions.get(key) or self.function_of(key, self.plans[target])
+        finally:
+            self.pool.lock.release()
 
     def key_of(self, given: Sequence[Any]) -> Key:
         """Return the size of a call: its last arguments."""
@@ -142,7 +160,7 @@ class Plans:
             return None, "stale after freeze()", True
         wanted = [*self.wanted(), *self.stale]
         if key in wanted and self.may_capture(key):
-            return key, "", True
+            return key, "", key not in self.unasked
         possible = {*self.plans, *(size for size in wanted if self.may_capture(size))}
         padded, why_not = self.padding.target(key, possible)
         if padded is not None:
@@ -155,6 +173,18 @@ class Plans:
                 return (key, "", False) if self.may_capture(key) else (None, self.why_left_out(key), False)
             why_not = why_not or f"captured when seen {SEEN_BEFORE_CAPTURE} times"
         return None, why_not or "not among the sizes to capture", False
+
+    def why_not_now(self, given: Mapping[int, torch.Tensor]) -> str | None:
+        """Return why nothing can be captured at this call: what it reads would be written over.
+
+        That is so for results in the memory of the pool, of this model or another (``static_outputs``). Where such a
+        result is given for an input that is held, that input is copied from now on.
+        """
+        lent = [tensor for tensor in self.statics.tensors.values() if self.pool.lends(given[tensor.index])]
+        for tensor in lent:
+            tensor.is_copied = True
+        paths = ", ".join(tensor.path for tensor in lent)
+        return f"argument {paths} is a result in memory that captures re-use (static_outputs)" if lent else None
 
     def wanted(self) -> list[Key]:
         """Return the sizes to capture: those of the settings, else of the compile context around this call."""
@@ -171,7 +201,7 @@ class Plans:
 
     def may_capture(self, key: Key) -> bool:
         """Whether a size can be captured now; one that failed is tried again after twice as many calls."""
-        if is_frozen() or self.budget.why_left_out(key):
+        if is_frozen() or self.is_closed or self.budget.why_left_out(key):
             return False
         return sum(self.num_uncaptured[key].values()) >= self.retry_at.get(key, 0)
 
@@ -206,8 +236,13 @@ class Plans:
                 raise
             calls = sum(self.num_uncaptured[key].values())
             self.retry_at[key] = max(2 * calls, 2)
-            warnings.warn(PieceworkWarning(f"{self.owner} answers size {key} uncaptured: {error}"), stacklevel=5)
+            why = str(error.__cause__ or error)
+            if why not in self.said:
+                self.said.add(why)
+                warnings.warn(PieceworkWarning(f"{self.owner} answers size {key} uncaptured: {error}"), stacklevel=5)
             return "capturing it failed"
+        if not is_asked_for:
+            self.unasked.add(key)
         return None if key in self.plans else self.why_left_out(key)
 
     def by_position(self, given: Sequence[Any]) -> dict[int, torch.Tensor]:
@@ -220,24 +255,21 @@ class Plans:
         Raises:
             CaptureError: it can't be captured; everything is as it was before.
         """
-        before = self.pool.capturer.memory()
-        if not self.budget.allows(key, self.num_rows(key), before, self.owner):
-            return None
         start = time.perf_counter()
-        self.pool.users.add(self)
-        try:
+        with self.undoing(key) as undo:
+            before = self.pool.capturer.memory()
+            if not self.budget.allows(key, self.num_rows(key), before, self.owner):
+                return None
             recording = self.record(key, given)
-        except CaptureError as error:
-            if not self.plans:
-                self.give_back()
-            raise type(error)(f"size {key} of {self.owner} can't be captured: {error}") from error
-        after = self.pool.capturer.memory()
+            after = self.pool.capturer.memory()
+            if not self.budget.take(key, self.num_rows(key), before, after, recording.num_graphs, self.owner):
+                del recording
+                return None
+            undo.pop_all()
+        if self.config.static_outputs:
+            for tensor in recording.outputs.values():
+                self.pool.lend(tensor)
         plan = Plan(key, self.numbers_of(key), recording, time.perf_counter() - start, before, after)
-        if not self.budget.take(key, self.num_rows(key), before, after, recording.num_graphs, self.owner):
-            del recording, plan
-            if not self.plans:
-                self.give_back()
-            return None
         counters.num_graph_captures += recording.num_graphs
         self.plans[key] = plan
         self.num_recaptures += key in self.stale
@@ -249,6 +281,30 @@ class Plans:
             *(self.owner, key, recording.num_graphs, plan.seconds * 1e3, after.pool_bytes / 1e6),
         )
         return plan
+
+    @contextlib.contextmanager
+    def undoing(self, key: Key) -> Iterator[contextlib.ExitStack]:
+        """Put static memory back as it was before an attempt at a size, unless the stack is emptied.
+
+        Raises:
+            CaptureError: whatever fails in the block; a capturer that is a plugin's may raise anything.
+        """
+        buffers = dict(self.statics.buffers)
+
+        def put_back() -> None:
+            self.statics.buffers = buffers
+            if not self.plans:
+                self.give_back()
+
+        self.pool.users.add(self)
+        with contextlib.ExitStack() as undo:
+            undo.callback(put_back)
+            try:
+                yield undo
+            except Exception as error:
+                own = isinstance(error, CaptureError)
+                why = str(error) if own else f"plugin {self.pool.plugin!r} raised {type(error).__name__}: {error}"
+                raise CaptureError(f"size {key} of {self.owner} can't be captured: {why}") from error
 
     def capture_all(
         self,
@@ -269,8 +325,12 @@ class Plans:
         keys = dict.fromkeys(self.key_of_size(size) for size in sizes)
         ordered = sorted(keys, key=self.num_rows, reverse=True)
         with self.pool.lock:
-            if self.pool.is_busy or not self.pool.join():
-                raise CaptureError(f"{self.owner} can't be captured from inside another capture or captured call")
+            if self.pool.is_busy or not self.pool.switch():
+                raise CaptureError(f"sizes of {self.owner} can't be captured now: {NESTED}, or {RECORDED}")
+            if (why_not := self.why_not_now(given)) is not None:
+                raise CaptureError(
+                    f"sizes of {self.owner} can't be captured from these example inputs: {why_not}; clone it"
+                )
             self.estimate(ordered, given)
             for key in ordered:
                 if key not in self.plans:
@@ -282,13 +342,14 @@ class Plans:
         if self.budget.limit is None or self.plans or len(ordered) < 3:
             return
         start = self.pool.capturer.memory()
-        for key in (ordered[-1], ordered[len(ordered) // 2]):
-            before = self.pool.capturer.memory()
-            recording = self.record(key, self.resized(given, key))
-            self.budget.probe(self.num_rows(key), before, self.pool.capturer.memory())
-            del recording
-        self.give_back()
-        self.pool.users.add(self)
+        with contextlib.suppress(CaptureError), self.undoing(ordered[-1]):  # It comes again when its size is captured.
+            for key in (ordered[-1], ordered[len(ordered) // 2]):
+                before = self.pool.capturer.memory()
+                recording = self.record(key, self.resized(given, key))
+                self.budget.probe(self.num_rows(key), before, self.pool.capturer.memory())
+                del recording
+        if not self.budget.probes:
+            return
         total = self.budget.estimate(self.num_rows(ordered[0])) or 0
         drivers = [probe.driver_bytes for probe in self.budget.probes]
         total += (len(ordered) - 1) * sum(drivers) // len(drivers)
@@ -332,7 +393,8 @@ class Plans:
             size=key if len(values) == 1 else values,
             results=self.make.results.made_from,
         )
-        return recorder.record(given)
+        with self.pool.being_busy():
+            return recorder.record(given)
 
     def numbers_of(self, key: Key) -> Any:
         return numbers_of(self.values_of(key), self.inputs)
@@ -348,22 +410,23 @@ class Plans:
         """Return what answers calls of a size by a plan of that many rows, or more."""
         variant = plan.variants.setdefault(key, Variant(plan, key))
         self.functions[key] = function = self.make.function(variant, self.numbers_of(key), self.bound())
+        if self.is_outdated:  # by another thread, since the plan was looked up
+            self.functions.clear()
         return function
 
     # Calls that a plan can't answer.
 
-    def elsewhere(self, variant: Variant, *given: Any) -> Any:
-        """Answer a call from inside another one, on a stream that is being recorded, or whose inputs moved."""
-        with self.pool.lock:
-            if self.pool.is_busy:
-                function = self.note_uncaptured(
-                    variant.key, "called from inside another captured call", self.uncaptured
-                )
-            elif not self.pool.join():
-                function = self.note_uncaptured(variant.key, "its stream is being recorded", self.uncaptured)
-            else:
-                function = self.after_move(variant, given)
-        return function(*given)
+    def while_busy(self, variant: Variant, *given: Any) -> Any:
+        """Answer a call that can't have the pool."""
+        return self.note_uncaptured(variant.key, IN_USE, self.uncaptured)(*given)
+
+    def elsewhere(self, variant: Variant, *given: Any) -> Callable[..., Any]:
+        """Return what answers a call from inside another one, on a stream that is recorded, or whose inputs moved."""
+        if self.pool.is_busy:
+            return self.note_uncaptured(variant.key, NESTED, self.uncaptured)
+        if not self.pool.switch():
+            return self.note_uncaptured(variant.key, RECORDED, self.uncaptured)
+        return self.after_move(variant, given)
 
     def after_move(self, variant: Variant, given: Sequence[Any]) -> Callable[..., Any]:
         """Return what answers a call whose held inputs are at other addresses than at the capture."""
@@ -397,18 +460,33 @@ class Plans:
             self.num_earlier_calls[plan.key, key] += variant.num_calls
 
     def drop_all(self) -> None:
-        """Forget every plan, since what they read was replaced or moved."""
-        with self.pool.lock:
+        """Forget every plan, since what they read was replaced or moved; does not wait for those that run.
+
+        The thread that is noticing this may be one that such a run waits for.
+        """
+        self.is_outdated = True
+        self.functions.clear()
+
+    def drop_outdated(self) -> None:
+        if self.is_outdated:
+            self.is_outdated = False
             for plan in list(self.plans.values()):
                 self.drop(plan)
 
     def give_back(self) -> None:
-        """Give up all memory."""
-        self.functions.clear()
-        self.plans.clear()
-        self.budget.taken.clear()
-        self.statics.buffers.clear()
-        self.pool.leave(self)
+        """Give up all memory; waits for calls that run."""
+        with self.pool.lock:
+            self.functions.clear()
+            self.plans.clear()
+            self.budget.taken.clear()
+            self.statics.buffers.clear()
+            self.pool.leave(self)
+
+    def close(self) -> None:
+        """Give up all memory for good: a call that another thread had begun before runs uncaptured."""
+        with self.pool.lock:
+            self.is_closed = True
+            self.give_back()
 
 
 def _not_there(*_: Any) -> Any:

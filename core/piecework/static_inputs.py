@@ -134,7 +134,7 @@ class StaticInputs:
     def note_move(self, tensor: GraphTensor, owner: str) -> None:
         """Count that a held input came at another address; copy it from now on if that goes on."""
         tensor.num_moves += 1
-        if tensor.num_moves >= MAX_MOVES:
+        if tensor.num_moves >= MAX_MOVES and not tensor.is_copied:
             tensor.is_copied = True
             logger.warning(
                 "%s: argument %s moved %d times, and each time its sizes were captured again; it is copied from now on",
