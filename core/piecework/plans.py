@@ -25,8 +25,9 @@ from piecework.padding import Padding
 from piecework.plan import Key, Plan, PlanFunctions, Variant, cut, numbers_of
 from piecework.pool import Pool
 from piecework.process_settings import compile_context, is_frozen
-from piecework.recorder import Recorder, Recording, Run
+from piecework.recorder import Recorder, Recording, Run, recording_session
 from piecework.refusals import Refusals
+from piecework.schedule import Schedule
 from piecework.split import SplitGraph
 from piecework.static_inputs import StaticInputs
 
@@ -90,6 +91,8 @@ class Plans:
             static_outputs=config.static_outputs,
             name=owner,
         )
+        outside = (*inputs.bound, *(tensor.node for tensor in self.statics.tensors.values()))
+        self.schedule = Schedule(split, outside, self.make.results.made_from)
         self.padding = Padding(split, self.inputs, self.statics, config, self.make.results.made_from, unique)
         self.budget = Budget(config.max_capture_bytes)
         self.functions: dict[Key, Callable[..., Any]] = {}
@@ -107,6 +110,7 @@ class Plans:
         """Sizes that were captured since they came often."""
         self.stale: set[Key] = set()
         """Sizes whose captures were dropped after ``freeze``."""
+        self.is_recording = False
         self.is_closed = False
         self.is_outdated = False
         """No plan is up to date; they are dropped at the next call that looks for one."""
@@ -260,7 +264,8 @@ class Plans:
             before = self.pool.capturer.memory()
             if not self.budget.allows(key, self.num_rows(key), before, self.owner):
                 return None
-            recording = self.record(key, given)
+            with self.session():
+                recording = self.record(key, given)
             after = self.pool.capturer.memory()
             if not self.budget.take(key, self.num_rows(key), before, after, recording.num_graphs, self.owner):
                 del recording
@@ -293,7 +298,7 @@ class Plans:
 
         def put_back() -> None:
             self.statics.buffers = buffers
-            if not self.plans:
+            if not self.plans and not self.is_recording:
                 self.give_back()
 
         self.pool.users.add(self)
@@ -332,10 +337,16 @@ class Plans:
                     f"sizes of {self.owner} can't be captured from these example inputs: {why_not}; clone it"
                 )
             self.estimate(ordered, given)
-            for key in ordered:
-                if key not in self.plans:
-                    self.try_to_capture(key, self.resized(given, key))
-                on_size(key, self.plans.get(key))
+            self.pool.users.add(self)
+            try:
+                with self.session():
+                    for key in ordered:
+                        if key not in self.plans:
+                            self.try_to_capture(key, self.resized(given, key))
+                        on_size(key, self.plans.get(key))
+            finally:
+                if not self.plans:
+                    self.give_back()
 
     def estimate(self, ordered: Sequence[Key], given: Mapping[int, torch.Tensor]) -> None:
         """Find out what sizes would take, from the smallest and a middle one, where a budget is to be kept."""
@@ -345,7 +356,8 @@ class Plans:
         with contextlib.suppress(CaptureError), self.undoing(ordered[-1]):  # It comes again when its size is captured.
             for key in (ordered[-1], ordered[len(ordered) // 2]):
                 before = self.pool.capturer.memory()
-                recording = self.record(key, self.resized(given, key))
+                with self.session():
+                    recording = self.record(key, self.resized(given, key))
                 self.budget.probe(self.num_rows(key), before, self.pool.capturer.memory())
                 del recording
         if not self.budget.probes:
@@ -382,6 +394,7 @@ class Plans:
         recorder = Recorder(
             *(
                 self.split,
+                self.schedule,
                 replace(self.inputs, bound=self.bound()),
                 pieces.runs,
                 pieces.keys,
@@ -393,8 +406,20 @@ class Plans:
             size=key if len(values) == 1 else values,
             results=self.make.results.made_from,
         )
-        with self.pool.being_busy():
-            return recorder.record(given)
+        return recorder.record(given)
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """Return a context around recordings, or do nothing inside of one."""
+        if self.is_recording:
+            yield
+            return
+        try:
+            with self.pool.being_busy(), recording_session(self.pool):
+                self.is_recording = True
+                yield
+        finally:
+            self.is_recording = False
 
     def numbers_of(self, key: Key) -> Any:
         return numbers_of(self.values_of(key), self.inputs)

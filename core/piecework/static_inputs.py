@@ -170,6 +170,10 @@ def evaluate(expression: sympy.Basic, numbers: Numbers) -> int | float | bool:
     Raises:
         UnknownSizeError: a symbol stands for something that follows from data.
     """
+    if isinstance(expression, sympy.Symbol) and expression in numbers:
+        return int(numbers[expression])
+    if isinstance(expression, sympy.Integer):
+        return int(expression)
     given = expression.xreplace(dict(numbers))
     if given.free_symbols:
         raise UnknownSizeError(f"the size {', '.join(map(str, given.free_symbols))} follows from data")
