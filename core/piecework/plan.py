@@ -117,7 +117,7 @@ class PlanFunctions:
             size = self.statics.layout(self.statics.tensors[index].fake, numbers).size
             padding += padded_parts(tensor, size)
             namespace |= {f"i{index}": base_of(cut(tensor, size)), f"at{index}": tensor.data_ptr()}
-        namespace |= {f"h{index}": tensor.data_ptr() for index, tensor in memory.held.items()}
+        namespace |= {f"h{index}": address for index, address in memory.held.items()}
         for i, node in enumerate(self.results.made_from):
             size = self.statics.layout(self.effects.values[node], numbers).size
             namespace[f"b{i}"] = cut(memory.outputs[node], size)

@@ -61,6 +61,7 @@ class Plans:
         pieces: returns what runs at a size, given its key.
         is_auto: what ``capture_sizes=None`` means outside of a compile context.
         owner: name of the model, for messages.
+        are_dims_named: the user named the dims; else a size is that of the first one, whatever the others are.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class Plans:
         pieces: Callable[[Key], Pieces],
         is_auto: bool,
         owner: str,
+        are_dims_named: bool = True,
     ) -> None:
+        self.are_dims_named = are_dims_named
         self.split, self.config, self.pool, self.owner = split, config, pool, owner
         self.inputs = replace(inputs, bound={})
         self.bound: Callable[[], Mapping[Node, torch.Tensor]] = dict
@@ -155,14 +158,14 @@ class Plans:
     def key_of(self, given: Sequence[Any]) -> Key:
         """Return the size of a call: its last arguments."""
         num_dims = len(self.inputs.sizes.dims)
-        return given[-1] if num_dims == 1 else tuple(given[-num_dims:])
+        return given[-1] if num_dims == 1 else tuple(given[len(given) - num_dims :])
 
     def target_of(self, key: Key) -> tuple[Key | None, str, bool]:
         """Return the size to capture or to pad to, or None and the reason; and whether somebody asked for that."""
         if is_frozen() and key in self.stale:
             self.refuse_stale(key, "what it reads was replaced or moved")
             return None, "stale after freeze()", True
-        wanted = [*self.wanted(), *self.stale]
+        wanted = [*self.wanted(key), *self.stale]
         if key in wanted and self.may_capture(key):
             return key, "", key not in self.unasked
         possible = {*self.plans, *(size for size in wanted if self.may_capture(size))}
@@ -190,12 +193,17 @@ class Plans:
         paths = ", ".join(tensor.path for tensor in lent)
         return f"argument {paths} is a result in memory that captures re-use (static_outputs)" if lent else None
 
-    def wanted(self) -> list[Key]:
+    def wanted(self, key: Key) -> list[Key]:
         """Return the sizes to capture: those of the settings, else of the compile context around this call."""
         sizes = self.config.capture_sizes
         if sizes is None:
             sizes = compile_context()
-        return [self.key_of_size(size) for size in sizes] if isinstance(sizes, tuple) else []
+        if not isinstance(sizes, tuple):
+            return []
+        if self.are_dims_named:
+            return [self.key_of_size(size) for size in sizes]
+        first = key[:1] if isinstance(key, tuple) else (key,)
+        return [key] if not first or first[0] in sizes else []
 
     def is_automatic(self) -> bool:
         """Whether a size that comes often is captured unasked."""
@@ -219,7 +227,7 @@ class Plans:
     def values_of(self, key: Key) -> dict[str, int]:
         """Return the value of each named dim."""
         dims = self.inputs.sizes.dims
-        return dict(zip(dims, key if len(dims) > 1 else (key,), strict=True))
+        return dict(zip(dims, (key,) if len(dims) == 1 else key, strict=True))
 
     def note_uncaptured(self, key: Key, why: str, uncaptured: Callable[..., Any]) -> Callable[..., Any]:
         self.num_uncaptured[key][why] += 1
@@ -456,7 +464,7 @@ class Plans:
     def after_move(self, variant: Variant, given: Sequence[Any]) -> Callable[..., Any]:
         """Return what answers a call whose held inputs are at other addresses than at the capture."""
         held, now = variant.plan.recording.held, self.by_position(given)
-        moved = [i for i, tensor in held.items() if now[i].data_ptr() != tensor.data_ptr()]
+        moved = [i for i, address in held.items() if now[i].data_ptr() != address]
         if moved and is_frozen():
             paths = ", ".join(self.statics.tensors[index].path for index in moved)
             self.refuse_stale(variant.key, f"argument {paths} is at another address than at its capture")

@@ -78,8 +78,8 @@ class Recording:
     num_graphs: int
     inputs: dict[int, torch.Tensor]
     """Static memory of the copied inputs, by position among the tensor arguments."""
-    held: dict[int, torch.Tensor]
-    """The inputs that are read where the caller has them."""
+    held: dict[int, int]
+    """Addresses of the inputs that are read where the caller has them."""
     outputs: dict[Node, torch.Tensor]
     """What the results are made from; these do not hold their memory."""
     bridge_bytes: int = 0
@@ -182,7 +182,9 @@ class Recorder:
         """Set aside the memory of the inputs, filled with what the call passes."""
         self.env.update(self.inputs.bound)
         for tensor in self.statics.held:
-            self.env[tensor.node] = self.recording.held[tensor.index] = given[tensor.index]
+            # Without what the caller may still do to the tensor itself, such as `cache.data = other`.
+            self.env[tensor.node] = given[tensor.index].detach()
+            self.recording.held[tensor.index] = given[tensor.index].data_ptr()
         for tensor in self.statics.copied:
             memory = self.statics.memory(tensor, self.numbers)
             fill(memory, given[tensor.index])
