@@ -60,6 +60,7 @@ def bounds_of_run(run: Run) -> Iterator[Bound]:
         ratio = mine / peer if mine and peer else None
         yield Bound("host, piecewise-static: ratio to stitched", layers, ratio, most, "times")
     yield host("uncaptured: torch-compile", "uncaptured", "torch-compile")
+    yield host("uncaptured: torch-compile-varied", "uncaptured", "torch-compile-varied")
     yield host("full-static: manual-graph + 10 us", "full-static", "manual-graph", more=10)
     yield host("full: manual-graph + 30 us", "full", "manual-graph", more=30)
     yield host("full-static: reduce-overhead", "full-static", "reduce-overhead")

@@ -39,9 +39,15 @@ def toy_llama_command(
     ] = False,
     sizes: Annotated[str, typer.Option(help="For --memory: numbers, and ranges START-STOP:STEP.")] = DEFAULT_SIZES,
     piece_compiler: Annotated[str | None, typer.Option(help="As in CompilationConfig.")] = None,
-    exact: Annotated[bool, typer.Option("--exact", help="Compile the pieces for this number of rows.")] = False,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Compile the pieces of all contenders for this number of rows.")
+    ] = False,
     plugin: Annotated[
-        list[str] | None, typer.Option(help="A module to register as a plugin where it is not installed; repeatable.")
+        list[str] | None,
+        typer.Option(
+            help="A module to register as a plugin, such as piecework_cudagraph. Only where the packages are on the "
+            "path without being installed: installed plugins are found. Repeatable."
+        ),
     ] = None,
     json: Json = None,
 ) -> None:
@@ -49,7 +55,12 @@ def toy_llama_command(
 
     Host time is that of submitting a forward: contenders take turns in another order each round, and the device is
     drained between batches, so that its queue never blocks. Device time is measured by events around 20 calls back to
-    back, for what is one graph. All figures are medians.
+    back, for what is one graph. All figures are medians. At each switch a contender is called a few times first: what
+    another one left in the caches is not its doing.
+
+    Pieces that are captured as one graph, by Piecework or by hand, are compiled for this number of rows, as Inductor
+    compiles for its own graphs; the others have code for any number of rows, unless --exact asks for more.
+    torch-compile has code for this number alone, torch-compile-varied what torch.compile makes once sizes vary.
 
     The parts of one forward come from variants of the same captured call that leave something out. select: the
     checked entry and the look-up, with a plan that returns at once. finish: the plan's function without its
@@ -57,7 +68,8 @@ def toy_llama_command(
     with an input to copy. replay: the replays alone, in a loop. splitting ops: the ops alone. rest: what the whole
     call takes besides these.
 
-    On a CPU, captures are emulated: everything runs, but only the ways to call it mean something.
+    On a CPU, captures are emulated and torch has one thread: everything runs, but only the ways to call it mean
+    something.
     """
     import torch
 
@@ -70,6 +82,8 @@ def toy_llama_command(
 
     console = _console()
     on = _device(device)
+    if on.type == "cpu":
+        torch.set_num_threads(1)
     dtype = torch.bfloat16 if on.type == "cuda" else torch.float32
     builders = _chosen(CONTENDERS, only)
     num_rounds = rounds or (3 if quick else 100 if on.type == "cuda" else 20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,7 +66,8 @@ class Bench:
         case: the model.
         plugins: who compiles and captures.
         piece_compiler: as in ``CompilationConfig``.
-        exact: compile the pieces for this number of rows, besides the general shape.
+        exact: compile all pieces for this number of rows, besides the general shape; otherwise those alone that are
+            captured as one graph, since Inductor's own graphs are compiled for one number of rows too.
         op: the attention op.
     """
 
@@ -80,7 +81,8 @@ class Bench:
         op: Attention = ATTENTION,
     ) -> None:
         self.case, self.plugins, self.op = case, plugins, op
-        self.settings: dict[str, Any] = {"compile_sizes": (case.rows,)} if exact else {}
+        self.exact = exact
+        self.settings: dict[str, Any] = {}
         if piece_compiler is not None:
             self.settings["piece_compiler"] = piece_compiler
         self.made: dict[str, CapturedModel] = {}
@@ -123,12 +125,19 @@ class Bench:
     def splitting_op(self, **changed: Any) -> SplittingOp:
         return SplittingOp(self.op.name, **{"implementation": self.op.function, **changed})
 
-    def config(self, op: SplittingOp | None = None, **settings: Any) -> CompilationConfig:
+    def config(self, op: SplittingOp | None = None, *, is_full: bool = False, **settings: Any) -> CompilationConfig:
+        if is_full or self.exact:
+            settings["compile_sizes"] = (self.case.rows,)
         return CompilationConfig(level=3, splitting_ops=[op or self.splitting_op()], **{**self.settings, **settings})
 
-    def uncaptured(self, op: SplittingOp | None = None) -> UncapturedModel:
+    def code_for(self, *, is_full: bool) -> str:
+        """Return for a note what the pieces were compiled for."""
+        return f"compiled for {self.case.rows} rows" if is_full or self.exact else "compiled for any rows"
+
+    def uncaptured(self, op: SplittingOp | None = None, *, is_full: bool = False) -> UncapturedModel:
         """Return the model under Piecework, its pieces called one by one."""
-        return UncapturedModel(self.piecework_model, self.config(op, capture_sizes=()), self.new_ids(), self.op)
+        config = self.config(op, is_full=is_full, capture_sizes=())
+        return UncapturedModel(self.piecework_model, config, self.new_ids(), self.op)
 
     def captured(self, *, is_full: bool, is_static: bool) -> CapturedModel:
         """Return the model under Piecework, captured: in pieces or as one graph, with safe defaults or in place.
@@ -142,7 +151,7 @@ class Bench:
             settings: dict[str, Any] = {"capture_sizes": (self.case.rows,)}
             if is_static:
                 settings |= {"static_inputs": True, "static_outputs": True}
-            config = self.config(self.splitting_op(capturable=is_full), **settings)
+            config = self.config(self.splitting_op(capturable=is_full), is_full=is_full, **settings)
             with self.plugins.in_use():
                 self.made[name] = CapturedModel(self.piecework_model, config, self.new_ids(), self.op)
         return self.made[name]
@@ -158,14 +167,27 @@ class Bench:
         ids, model = self.new_ids(), build(self.case, (op or self.op).packet)
         forward = torch.compile(model.forward, **options)
         forward(ids)
-        return Contender(lambda: forward(ids), ids, is_one_graph=is_one_graph)
+        return Contender(lambda: forward(ids), ids, is_one_graph=is_one_graph, note=self.code_for(is_full=True))
+
+    def torch_compiled_varied(self) -> Contender:
+        """Return the whole model under ``torch.compile`` as a program has it whose sizes vary: with general code."""
+        rows = self.case.rows
+        if rows == 1:
+            raise SkipContender("torch.compile gives a single row code of its own, whatever it was called with before")
+        ids, model = self.new_ids(), build(self.case, self.op.packet)
+        forward = torch.compile(model.forward)
+        for num_rows in (2 * rows, 3 * rows):  # The second of them makes the code general.
+            forward(ids.repeat(num_rows // rows))
+        with torch.compiler.set_stance("fail_on_recompile"):
+            forward(ids)
+        return Contender(lambda: forward(ids), ids, note=f"called with {2 * rows} and {3 * rows} rows before")
 
     def reduce_overhead(self, op: Attention, *, is_one_graph: bool = True) -> Contender:
         self.needs_cuda("CUDA graphs of Inductor")
         made = self.torch_compiled(op, mode="reduce-overhead", is_one_graph=is_one_graph)
         for _ in range(3):  # The first run warms up, the second records.
             made.call()
-        return Contender(made.call, made.ids, num_launches=3 if is_one_graph else None, is_one_graph=is_one_graph)
+        return replace(made, num_launches=3 if is_one_graph else None)
 
     def reduce_overhead_inlined(self) -> Contender:
         self.needs_cuda("CUDA graphs of Inductor")
@@ -178,7 +200,7 @@ class Bench:
 
     def uncaptured_pieces(self) -> Contender:
         made = self.uncaptured()
-        return Contender(made.call, made.ids)
+        return Contender(made.call, made.ids, note=self.code_for(is_full=False))
 
     def whole_call(self, *, is_full: bool, is_static: bool) -> Contender:
         made = self.captured(is_full=is_full, is_static=is_static)
@@ -187,7 +209,7 @@ class Bench:
             made.ids,
             num_launches=made.num_launches,
             is_one_graph=made.plan.recording.num_graphs == 1,
-            note=f"{made.plan.recording.num_graphs} graphs, {len(made.op_steps)} ops",
+            note=f"{_graphs_and_ops(made)}; {self.code_for(is_full=is_full)}",
         )
 
     def bare_loop(self, *, is_full: bool, is_static: bool) -> Contender:
@@ -204,13 +226,14 @@ class Bench:
     def manual_graph(self) -> Contender:
         """Return one graph that was captured by hand around the same compiled pieces."""
         self.needs_cuda("torch.cuda.CUDAGraph")
-        made = self.uncaptured()
+        made = self.uncaptured(is_full=True)
         self.kept.append(made)
         run, ids, rows = made.run, made.ids, made.rows
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):  # The pieces ran before: nothing is done for the first time here.
             (output,) = run(ids, rows)
-        return Contender(graph.replay, ids, output, num_launches=1, is_one_graph=True, note="copies nothing")
+        note = f"copies nothing; {self.code_for(is_full=True)}"
+        return Contender(graph.replay, ids, output, num_launches=1, is_one_graph=True, note=note)
 
     def stitched(self, *, with_guards: bool) -> Contender:
         ids, model = self.new_ids(), build(self.case, self.op.packet)
@@ -246,6 +269,11 @@ class Bench:
             raise SkipContender(f"needs a CUDA device ({what})")
 
 
+def _graphs_and_ops(made: CapturedModel) -> str:
+    num_graphs, num_ops = made.plan.recording.num_graphs, len(made.op_steps)
+    return f"{num_graphs} graph{'s' * (num_graphs != 1)}, {num_ops} ops"
+
+
 def _captured(is_full: bool, is_static: bool) -> Callable[[Bench], Contender]:
     return lambda bench: bench.whole_call(is_full=is_full, is_static=is_static)
 
@@ -257,6 +285,7 @@ def _loop(is_full: bool, is_static: bool) -> Callable[[Bench], Contender]:
 CONTENDERS: Mapping[str, Callable[[Bench], Contender]] = {
     "eager": Bench.eager,
     "torch-compile": Bench.torch_compiled,
+    "torch-compile-varied": Bench.torch_compiled_varied,
     "uncaptured": Bench.uncaptured_pieces,
     "stitched": lambda bench: bench.stitched(with_guards=True),
     "stitched-no-guards": lambda bench: bench.stitched(with_guards=False),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,8 +97,9 @@ def as_json(
     is_cuda = device.type == "cuda"
     return {
         "command": f"python -m piecework bench {command}",
+        "command_line": shlex.join(["python", "-m", "piecework", *sys.argv[1:]]),
         "arguments": arguments,
-        "device": torch.cuda.get_device_name(device) if is_cuda else f"cpu, {torch.get_num_threads()} threads",
+        "device": torch.cuda.get_device_name(device) if is_cuda else f"cpu, torch threads: {torch.get_num_threads()}",
         "capturer_is_emulated": not is_cuda,
         "versions": {
             "piecework": piecework.__version__,

@@ -18,6 +18,8 @@ __all__ = ["Spread", "Timed", "device_times", "host_times", "medians"]
 NUM_LAUNCHES_IN_FLIGHT = 400
 """A batch gives the device at most about so many launches; its queue holds about a thousand, then launching blocks."""
 MAX_CALLS = 20
+NUM_WARM_UPS = 3
+"""What the contender before it left in the caches of the processor is not a contender's own doing."""
 NUM_DEVICE_CALLS = 20
 """Back-to-back calls between two events."""
 
@@ -57,7 +59,8 @@ def host_times(timed: Mapping[str, Timed], *, num_rounds: int, drain: Callable[[
     times: dict[str, list[float]] = {name: [] for name in timed}
     with _undisturbed():
         for name, call, num_calls in _turns(timed, num_rounds):
-            call()  # What the contender before it left in the caches of the processor is not its own doing.
+            for _ in range(NUM_WARM_UPS):
+                call()
             drain()
             start = time.perf_counter()
             for _ in range(num_calls):
@@ -73,7 +76,8 @@ def device_times(timed: Mapping[str, Timed], *, num_rounds: int) -> dict[str, Sp
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with _undisturbed():
         for name, call, _ in _turns(timed, num_rounds):
-            call()  # The device is busy with this one until the first that counts is submitted.
+            for _ in range(NUM_WARM_UPS):  # The device is busy with these until the first that counts is submitted.
+                call()
             start.record()
             for _ in range(NUM_DEVICE_CALLS):
                 call()
