@@ -199,9 +199,13 @@ class Recorder:
             return self.number(self.effects.values[node])
         args, kwargs = map_arg((node.args, node.kwargs), lambda arg: self.value(arg, env))
         if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        target: Any = node.target
-        return target(*args, **kwargs)
+            made = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        else:
+            target: Any = node.target
+            made = target(*args, **kwargs)
+        if env is self.aliases:  # These hold no memory, so that a view of one may be kept for other uses.
+            self.aliases[node] = made
+        return made
 
     def number(self, value: Any) -> Any:
         if isinstance(value, tuple):
