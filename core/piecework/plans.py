@@ -191,7 +191,11 @@ class Plans:
         for tensor in lent:
             tensor.is_copied = True
         paths = ", ".join(tensor.path for tensor in lent)
-        return f"argument {paths} is a result in memory that captures re-use (static_outputs)" if lent else None
+        return (
+            f"argument {paths} is a result in memory that captures re-use (static_outputs); clone it, or capture before"
+            if lent
+            else None
+        )
 
     def wanted(self, key: Key) -> list[Key]:
         """Return the sizes to capture: those of the settings, else of the compile context around this call."""
