@@ -83,7 +83,7 @@ class PlanCode:
         """Return the function over the memory of one size."""
         space = {**self.results.namespace, **internals.EXPRESSION_NAMESPACE, **namespace}
         exec(self.code, space)
-        return space["run"]
+        return space.pop("run")  # Else the function and what it refers to would hold each other.
 
 
 def plan_code(

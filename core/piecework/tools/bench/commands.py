@@ -101,13 +101,13 @@ def toy_llama_command(
         with plugins.in_use():
             runs.append(measure(Bench(case, plugins, **settings), builders, num_rounds=num_rounds, on_built=tell))
             print_run(console, runs[-1], title=f"{num_layers} layers")
-            torch._dynamo.reset()
+            torch.compiler.reset()
             if memory:
                 several = numbers(sizes)
                 largest = Case(num_layers, hidden, max(several), on, dtype)
                 memories.append(measure_memory(Bench(largest, plugins, piece_compiler=piece_compiler), several))
                 print_memory(console, memories[-1])
-                torch._dynamo.reset()
+                torch.compiler.reset()
     if json is not None:
         arguments = {"layers": layers, "hidden": hidden, "rows": rows, "rounds": num_rounds, "exact": exact}
         write_json(as_json(runs, memories, command="toy-llama", device=on, dtype=str(dtype), **arguments), json)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from piecework import torch_internals as internals
 from piecework.config import CompilationConfig
 from piecework.pieces import SplittingOp
 from piecework.plugins import plugin_manager
@@ -237,7 +238,7 @@ class Bench:
 
     def stitched(self, *, with_guards: bool) -> Contender:
         ids, model = self.new_ids(), build(self.case, self.op.packet)
-        torch._dynamo.mark_dynamic(ids, 0)
+        internals.mark_dynamic(ids, 0)
         backend = Stitched(self.op.name, self.config(), self.pool, keeps_arguments=not with_guards)
         forward = torch.compile(model.forward, backend=backend, fullgraph=True)
         forward(ids)
