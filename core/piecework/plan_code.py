@@ -82,7 +82,7 @@ class PlanCode:
         """Return the function over the memory of one size."""
         space = {**self.results.namespace, **internals.EXPRESSION_NAMESPACE, **namespace}
         exec(compile(self.source, self.filename, "exec"), space)
-        return space["run"]
+        return space.pop("run")  # Else it would hold itself, and the graphs, until garbage is collected.
 
 
 def plan_code(
