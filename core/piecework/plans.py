@@ -207,12 +207,10 @@ class Plans:
         lent = [tensor for tensor in self.statics.tensors.values() if self.pool.lends(given[tensor.index])]
         for tensor in lent:
             tensor.is_copied = True
+        if not lent:
+            return None
         paths = ", ".join(tensor.path for tensor in lent)
-        return (
-            f"argument {paths} is a result in memory that captures re-use (static_outputs); clone it, or capture before"
-            if lent
-            else None
-        )
+        return f"argument {paths} is a result in memory that captures re-use (static_outputs); clone it"
 
     def wanted(self, key: Key) -> list[Key]:
         """Return the sizes to capture: those of the settings, else of the compile context around this call."""
@@ -514,6 +512,7 @@ class Plans:
         for key, variant in plan.variants.items():
             self.functions.pop(key, None)
             self.num_earlier_calls[plan.key, key] += variant.num_calls
+        plan.variants.clear()  # They hold the plan, so that it would stay until garbage is collected.
 
     def drop_all(self) -> None:
         """Forget every plan, since what they read was replaced or moved; does not wait for those that run.
@@ -532,8 +531,8 @@ class Plans:
     def give_back(self) -> None:
         """Give up all memory; waits for calls that run."""
         with self.pool.lock:
-            self.functions.clear()
-            self.plans.clear()
+            for plan in list(self.plans.values()):
+                self.drop(plan)
             self.budget.taken.clear()
             self.statics.buffers.clear()
             self.pool.leave(self)
