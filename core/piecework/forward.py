@@ -99,7 +99,7 @@ class Forward:
         """Drop the trace and all that was made of it, and give its memory back; the next call starts anew."""
         compiled = self.compiled
         if compiled is not None and compiled.plans is not None:
-            compiled.plans.give_back()  # Waits for calls that run, so not under the lock that their traces may need.
+            compiled.plans.close()  # Waits for calls that run, so not under the lock that their traces may need.
         with compile_lock:
             if self.compiled is not None:
                 self.compiled.state.watch.close()

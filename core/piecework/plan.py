@@ -60,7 +60,8 @@ class PlanFunctions:
         inputs: what it is called with.
         statics: which of these are copied.
         pool: where it is captured.
-        elsewhere: called as ``elsewhere(variant, *given)`` for calls that a plan can't answer.
+        elsewhere: called as ``elsewhere(variant, *given)`` for calls that a plan can't answer; returns what does.
+        while_busy: called in the same way where the pool can't be had; returns the results.
         static_outputs: results are not cloned.
         name: shown in tracebacks.
     """
@@ -71,14 +72,15 @@ class PlanFunctions:
         inputs: GraphInputs,
         statics: StaticInputs,
         pool: Pool,
-        elsewhere: Callable[..., Any],
+        elsewhere: Callable[..., Callable[..., Any]],
+        while_busy: Callable[..., Any],
         *,
         static_outputs: bool,
         name: str,
     ) -> None:
         self.effects, self.statics, self.pool = split.effects, statics, pool
         self.inputs = replace(inputs, bound={})
-        self.elsewhere = elsewhere
+        self.elsewhere, self.while_busy = elsewhere, while_busy
         self.static_outputs = static_outputs
         self.name = name
         self.results = describe_results(split, inputs)
@@ -92,13 +94,15 @@ class PlanFunctions:
             numbers: the value of each symbol at the size of the calls.
             bound: the parameters and buffers.
         """
-        plan, memory = variant.plan, variant.plan.recording
+        memory = variant.plan.recording
         namespace: dict[str, Any] = {
-            "lock": self.pool.lock,
+            "take": self.pool.lock.acquire,
+            "let_go": self.pool.lock.release,
             "pool": self.pool,
             "current_stream": self.pool.capturer.current_stream,
             "pointer": torch.Tensor.data_ptr,
             "elsewhere": functools.partial(self.elsewhere, variant),
+            "while_busy": functools.partial(self.while_busy, variant),
             "copy": copy,
             "copy_all": internals.foreach_copy_,
             "clone": torch.clone,
@@ -113,22 +117,24 @@ class PlanFunctions:
             size = self.statics.layout(self.statics.tensors[index].fake, numbers).size
             padding += padded_parts(tensor, size)
             namespace |= {f"i{index}": base_of(cut(tensor, size)), f"at{index}": tensor.data_ptr()}
-        namespace |= {f"h{index}": tensor.data_ptr() for index, tensor in memory.held.items()}
+        namespace |= {f"h{index}": address for index, address in memory.held.items()}
         for i, node in enumerate(self.results.made_from):
             size = self.statics.layout(self.effects.values[node], numbers).size
             namespace[f"b{i}"] = cut(memory.outputs[node], size)
         namespace |= {name: bound[node] for node, name in self.results.bound_names.items()}
         namespace |= {"padding": padding, "zero_padding": internals.foreach_zero_}
-        return self.code(variant.is_padded, tuple(sorted(plan.recording.inputs))).function(namespace)
+        return self.code(variant.is_padded, tuple(sorted(memory.inputs))).function(namespace)
 
     def code(self, is_padded: bool, copied: tuple[int, ...]) -> PlanCode:
-        """Return the source for plans that copy these inputs."""
+        """Return the source for plans that copy these inputs, which were others when earlier plans were recorded."""
         key = (is_padded, copied)
         if key not in self.codes:
+            tensors = self.statics.tensors
             self.codes[key] = plan_code(
                 self.results,
                 self.inputs,
-                self.statics,
+                [tensors[index] for index in copied],
+                [tensors[index] for index in sorted(tensors) if index not in copied],
                 self.inputs.written_tensors(self.effects),
                 is_padded=is_padded,
                 static_outputs=self.static_outputs,

@@ -18,7 +18,7 @@ from piecework.effects import Effects
 from piecework.inputs import GraphInputs
 from piecework.run import CodeWriter
 from piecework.split import SplitGraph
-from piecework.static_inputs import GraphTensor, StaticInputs
+from piecework.static_inputs import GraphTensor
 
 copy = internals.direct_call(torch.ops.aten.copy_.default)
 
@@ -88,7 +88,8 @@ class PlanCode:
 def plan_code(
     results: Results,
     inputs: GraphInputs,
-    statics: StaticInputs,
+    copied: Sequence[GraphTensor],
+    held: Sequence[GraphTensor],
     written: Sequence[int],
     *,
     is_padded: bool,
@@ -98,36 +99,46 @@ def plan_code(
     """Write the function of a plan.
 
     Its names: ``i3`` and ``at3`` are the memory of argument 3 and its address, ``h4`` the address of
-    argument 4, which is held, ``b0`` memory that a result is made from.
+    argument 4, which is held, ``b0`` memory that a result is made from. ``elsewhere`` returns another function to
+    call, after the lock has been let go: what runs uncaptured may wait for other threads.
 
     Args:
         results: how the caller's results are made.
         inputs: what the graph is called with.
-        statics: which inputs are copied.
+        copied: the inputs that are copied into static memory.
+        held: the inputs that are read and written where the caller has them.
         written: positions of the tensor arguments that the graph writes to.
         is_padded: fewer rows come than the plan has; the others are zeroed at every call.
         static_outputs: results are the memory itself.
         name: shown in tracebacks.
     """
     parameters = ", ".join([*(f"a{i}" for i in inputs.tensor_indices), *inputs.sizes.variables.values()])
-    stale = ["pool.is_busy", "(stream := current_stream()) != pool.stream and not pool.switch(stream)"]
-    stale += [f"pointer(a{tensor.index}) != h{tensor.index}" for tensor in statics.held]
-    body = [*_copies(statics.copied, is_padded), "for step in steps:", "    step()"]
+    stale = ["pool.is_busy", "current_stream() != pool.stream and not pool.switch()"]
+    stale += [f"pointer(a{tensor.index}) != h{tensor.index}" for tensor in held]
+    body = [*_copies(copied, is_padded), "for step in steps:", "    step()"]
     body += _clones(results, static_outputs)
-    back = [f"copy({_source(t)}, i{t.index})" for t in statics.copied if t.index in written]
+    back = [f"copy({_source(t)}, i{t.index})" for t in copied if t.index in written]
     body += [*back, *results.lines]
     lines = [
         f"def run({parameters}):",
-        "    with lock:",
+        "    if not (take(False) or pool.wait()):",
+        f"        return while_busy({parameters})",
+        "    try:",
         f"        if {' or '.join(stale)}:",
-        f"            return elsewhere({parameters})",
-        "        pool.is_busy = True",
-        "        try:",
-        *(f"            {line}" for line in body),
-        "        finally:",
-        "            pool.is_busy = False",
-        "        variant.num_calls += 1",
-        "        counters.num_graph_replays += num_graphs",
+        f"            other = elsewhere({parameters})",
+        "        else:",
+        "            other = None",
+        "            pool.is_busy = True",
+        "            try:",
+        *(f"                {line}" for line in body),
+        "            finally:",
+        "                pool.is_busy = False",
+        "            variant.num_calls += 1",
+        "            counters.num_graph_replays += num_graphs",
+        "    finally:",
+        "        let_go()",
+        "    if other is not None:",
+        f"        return other({parameters})",
         f"    return ({', '.join(results.texts)}{',' if len(results.texts) == 1 else ''})",
     ]
     source = "\n".join(lines) + "\n"

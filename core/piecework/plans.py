@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +25,9 @@ from piecework.padding import Padding
 from piecework.plan import Key, Plan, PlanFunctions, Variant, cut, numbers_of
 from piecework.pool import Pool
 from piecework.process_settings import compile_context, is_frozen
-from piecework.recorder import Recorder, Recording, Run
+from piecework.recorder import Recorder, Recording, Run, recording_session
 from piecework.refusals import Refusals
+from piecework.schedule import Schedule
 from piecework.split import SplitGraph
 from piecework.static_inputs import StaticInputs
 
@@ -33,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 SEEN_BEFORE_CAPTURE = 3
 """With ``capture_sizes="auto"``, a size is captured at this call of it."""
+NESTED = "called from inside another captured call, or while something is captured"
+IN_USE = "another thread was using the memory of all captures"
+RECORDED = "its stream is being recorded"
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class Plans:
         pieces: returns what runs at a size, given its key.
         is_auto: what ``capture_sizes=None`` means outside of a compile context.
         owner: name of the model, for messages.
+        are_dims_named: the user named the dims; else a size is that of the first one, whatever the others are.
     """
 
     def __init__(
@@ -70,7 +76,9 @@ class Plans:
         pieces: Callable[[Key], Pieces],
         is_auto: bool,
         owner: str,
+        are_dims_named: bool = True,
     ) -> None:
+        self.are_dims_named = are_dims_named
         self.split, self.config, self.pool, self.owner = split, config, pool, owner
         self.inputs = replace(inputs, bound={})
         self.bound: Callable[[], Mapping[Node, torch.Tensor]] = dict
@@ -82,10 +90,12 @@ class Plans:
         self.statics = StaticInputs(inputs, paths, config, pool)
         self.refusals = Refusals(pool.capturer, pool.device)
         self.make = PlanFunctions(
-            *(split, inputs, self.statics, pool, self.elsewhere),
+            *(split, inputs, self.statics, pool, self.elsewhere, self.while_busy),
             static_outputs=config.static_outputs,
             name=owner,
         )
+        outside = (*inputs.bound, *(tensor.node for tensor in self.statics.tensors.values()))
+        self.schedule = Schedule(split, outside, self.make.results.made_from)
         self.padding = Padding(split, self.inputs, self.statics, config, self.make.results.made_from, unique)
         self.budget = Budget(config.max_capture_bytes)
         self.functions: dict[Key, Callable[..., Any]] = {}
@@ -97,8 +107,16 @@ class Plans:
         self.num_earlier_calls: Counter[tuple[Key, Key]] = Counter()
         """Calls that plans answered which were captured again since, by the plan's size and the call's."""
         self.retry_at: dict[Key, int] = {}
+        self.said: set[str] = set()
+        """Reasons why a capture failed that were said."""
+        self.unasked: set[Key] = set()
+        """Sizes that were captured since they came often."""
         self.stale: set[Key] = set()
         """Sizes whose captures were dropped after ``freeze``."""
+        self.is_recording = False
+        self.is_closed = False
+        self.is_outdated = False
+        """No plan is up to date; they are dropped at the next call that looks for one."""
         self.num_recaptures = 0
         self.on_captured: Callable[[], None] = lambda: None
         """Called after a capture, which reads all parameters by address: to look at each before the next replay."""
@@ -114,35 +132,42 @@ class Plans:
             StaleCaptureError: what was captured is stale, and ``freeze`` forbids to capture again.
         """
         key = self.key_of(given)
-        with self.pool.lock:
-            if key in self.functions:
-                return self.functions[key]
+        if not self.pool.wait():
+            return self.note_uncaptured(key, IN_USE, uncaptured)
+        try:
+            if (function := self.functions.get(key)) is not None:
+                return function
             if self.pool.is_busy:
-                return self.note_uncaptured(key, "called from inside another captured call", uncaptured)
+                return self.note_uncaptured(key, NESTED, uncaptured)
+            self.drop_outdated()
             target, why_not, is_asked_for = self.target_of(key)
             if target is None:
                 return self.note_uncaptured(key, why_not, uncaptured)
-            if not self.pool.join():
-                return self.note_uncaptured(key, "its stream is being recorded", uncaptured)
             if target not in self.plans:
+                if not self.pool.switch():
+                    return self.note_uncaptured(key, RECORDED, uncaptured)
+                if (why_not := self.why_not_now(self.by_position(given))) is not None:
+                    return self.note_uncaptured(key, why_not, uncaptured)
                 why_not = self.try_to_capture(target, self.by_position(given), is_asked_for=is_asked_for)
                 if why_not is not None:
                     return self.note_uncaptured(key, why_not, uncaptured)
             return self.functions.get(key) or self.function_of(key, self.plans[target])
+        finally:
+            self.pool.lock.release()
 
     def key_of(self, given: Sequence[Any]) -> Key:
         """Return the size of a call: its last arguments."""
         num_dims = len(self.inputs.sizes.dims)
-        return given[-1] if num_dims == 1 else tuple(given[-num_dims:])
+        return given[-1] if num_dims == 1 else tuple(given[len(given) - num_dims :])
 
     def target_of(self, key: Key) -> tuple[Key | None, str, bool]:
         """Return the size to capture or to pad to, or None and the reason; and whether somebody asked for that."""
         if is_frozen() and key in self.stale:
             self.refuse_stale(key, "what it reads was replaced or moved")
             return None, "stale after freeze()", True
-        wanted = [*self.wanted(), *self.stale]
+        wanted = [*self.wanted(key), *self.stale]
         if key in wanted and self.may_capture(key):
-            return key, "", True
+            return key, "", key not in self.unasked
         possible = {*self.plans, *(size for size in wanted if self.may_capture(size))}
         padded, why_not = self.padding.target(key, possible)
         if padded is not None:
@@ -156,12 +181,29 @@ class Plans:
             why_not = why_not or f"captured when seen {SEEN_BEFORE_CAPTURE} times"
         return None, why_not or "not among the sizes to capture", False
 
-    def wanted(self) -> list[Key]:
+    def why_not_now(self, given: Mapping[int, torch.Tensor]) -> str | None:
+        """Return why nothing can be captured at this call: what it reads would be written over.
+
+        That is so for results in the memory of the pool, of this model or another (``static_outputs``). Where such a
+        result is given for an input that is held, that input is copied from now on.
+        """
+        lent = [tensor for tensor in self.statics.tensors.values() if self.pool.lends(given[tensor.index])]
+        for tensor in lent:
+            tensor.is_copied = True
+        paths = ", ".join(tensor.path for tensor in lent)
+        return f"argument {paths} is a result in memory that captures re-use (static_outputs)" if lent else None
+
+    def wanted(self, key: Key) -> list[Key]:
         """Return the sizes to capture: those of the settings, else of the compile context around this call."""
         sizes = self.config.capture_sizes
         if sizes is None:
             sizes = compile_context()
-        return [self.key_of_size(size) for size in sizes] if isinstance(sizes, tuple) else []
+        if not isinstance(sizes, tuple):
+            return []
+        if self.are_dims_named:
+            return [self.key_of_size(size) for size in sizes]
+        first = key[:1] if isinstance(key, tuple) else (key,)
+        return [key] if not first or first[0] in sizes else []
 
     def is_automatic(self) -> bool:
         """Whether a size that comes often is captured unasked."""
@@ -171,7 +213,7 @@ class Plans:
 
     def may_capture(self, key: Key) -> bool:
         """Whether a size can be captured now; one that failed is tried again after twice as many calls."""
-        if is_frozen() or self.budget.why_left_out(key):
+        if is_frozen() or self.is_closed or self.budget.why_left_out(key):
             return False
         return sum(self.num_uncaptured[key].values()) >= self.retry_at.get(key, 0)
 
@@ -185,7 +227,7 @@ class Plans:
     def values_of(self, key: Key) -> dict[str, int]:
         """Return the value of each named dim."""
         dims = self.inputs.sizes.dims
-        return dict(zip(dims, key if len(dims) > 1 else (key,), strict=True))
+        return dict(zip(dims, (key,) if len(dims) == 1 else key, strict=True))
 
     def note_uncaptured(self, key: Key, why: str, uncaptured: Callable[..., Any]) -> Callable[..., Any]:
         self.num_uncaptured[key][why] += 1
@@ -206,8 +248,13 @@ class Plans:
                 raise
             calls = sum(self.num_uncaptured[key].values())
             self.retry_at[key] = max(2 * calls, 2)
-            warnings.warn(PieceworkWarning(f"{self.owner} answers size {key} uncaptured: {error}"), stacklevel=5)
+            why = str(error.__cause__ or error)
+            if why not in self.said:
+                self.said.add(why)
+                warnings.warn(PieceworkWarning(f"{self.owner} answers size {key} uncaptured: {error}"), stacklevel=5)
             return "capturing it failed"
+        if not is_asked_for:
+            self.unasked.add(key)
         return None if key in self.plans else self.why_left_out(key)
 
     def by_position(self, given: Sequence[Any]) -> dict[int, torch.Tensor]:
@@ -220,24 +267,22 @@ class Plans:
         Raises:
             CaptureError: it can't be captured; everything is as it was before.
         """
-        before = self.pool.capturer.memory()
-        if not self.budget.allows(key, self.num_rows(key), before, self.owner):
-            return None
         start = time.perf_counter()
-        self.pool.users.add(self)
-        try:
-            recording = self.record(key, given)
-        except CaptureError as error:
-            if not self.plans:
-                self.give_back()
-            raise type(error)(f"size {key} of {self.owner} can't be captured: {error}") from error
-        after = self.pool.capturer.memory()
+        with self.undoing(key) as undo:
+            before = self.pool.capturer.memory()
+            if not self.budget.allows(key, self.num_rows(key), before, self.owner):
+                return None
+            with self.session():
+                recording = self.record(key, given)
+            after = self.pool.capturer.memory()
+            if not self.budget.take(key, self.num_rows(key), before, after, recording.num_graphs, self.owner):
+                del recording
+                return None
+            undo.pop_all()
+        if self.config.static_outputs:
+            for tensor in recording.outputs.values():
+                self.pool.lend(tensor)
         plan = Plan(key, self.numbers_of(key), recording, time.perf_counter() - start, before, after)
-        if not self.budget.take(key, self.num_rows(key), before, after, recording.num_graphs, self.owner):
-            del recording, plan
-            if not self.plans:
-                self.give_back()
-            return None
         counters.num_graph_captures += recording.num_graphs
         self.plans[key] = plan
         self.num_recaptures += key in self.stale
@@ -249,6 +294,30 @@ class Plans:
             *(self.owner, key, recording.num_graphs, plan.seconds * 1e3, after.pool_bytes / 1e6),
         )
         return plan
+
+    @contextlib.contextmanager
+    def undoing(self, key: Key) -> Iterator[contextlib.ExitStack]:
+        """Put static memory back as it was before an attempt at a size, unless the stack is emptied.
+
+        Raises:
+            CaptureError: whatever fails in the block; a capturer that is a plugin's may raise anything.
+        """
+        buffers = dict(self.statics.buffers)
+
+        def put_back() -> None:
+            self.statics.buffers = buffers
+            if not self.plans and not self.is_recording:
+                self.give_back()
+
+        self.pool.users.add(self)
+        with contextlib.ExitStack() as undo:
+            undo.callback(put_back)
+            try:
+                yield undo
+            except Exception as error:
+                own = isinstance(error, CaptureError)
+                why = str(error) if own else f"plugin {self.pool.plugin!r} raised {type(error).__name__}: {error}"
+                raise CaptureError(f"size {key} of {self.owner} can't be captured: {why}") from error
 
     def capture_all(
         self,
@@ -269,26 +338,38 @@ class Plans:
         keys = dict.fromkeys(self.key_of_size(size) for size in sizes)
         ordered = sorted(keys, key=self.num_rows, reverse=True)
         with self.pool.lock:
-            if self.pool.is_busy or not self.pool.join():
-                raise CaptureError(f"{self.owner} can't be captured from inside another capture or captured call")
+            if self.pool.is_busy or not self.pool.switch():
+                raise CaptureError(f"sizes of {self.owner} can't be captured now: {NESTED}, or {RECORDED}")
+            if (why_not := self.why_not_now(given)) is not None:
+                raise CaptureError(
+                    f"sizes of {self.owner} can't be captured from these example inputs: {why_not}; clone it"
+                )
             self.estimate(ordered, given)
-            for key in ordered:
-                if key not in self.plans:
-                    self.try_to_capture(key, self.resized(given, key))
-                on_size(key, self.plans.get(key))
+            self.pool.users.add(self)
+            try:
+                with self.session():
+                    for key in ordered:
+                        if key not in self.plans:
+                            self.try_to_capture(key, self.resized(given, key))
+                        on_size(key, self.plans.get(key))
+            finally:
+                if not self.plans:
+                    self.give_back()
 
     def estimate(self, ordered: Sequence[Key], given: Mapping[int, torch.Tensor]) -> None:
         """Find out what sizes would take, from the smallest and a middle one, where a budget is to be kept."""
         if self.budget.limit is None or self.plans or len(ordered) < 3:
             return
         start = self.pool.capturer.memory()
-        for key in (ordered[-1], ordered[len(ordered) // 2]):
-            before = self.pool.capturer.memory()
-            recording = self.record(key, self.resized(given, key))
-            self.budget.probe(self.num_rows(key), before, self.pool.capturer.memory())
-            del recording
-        self.give_back()
-        self.pool.users.add(self)
+        with contextlib.suppress(CaptureError), self.undoing(ordered[-1]):  # It comes again when its size is captured.
+            for key in (ordered[-1], ordered[len(ordered) // 2]):
+                before = self.pool.capturer.memory()
+                with self.session():
+                    recording = self.record(key, self.resized(given, key))
+                self.budget.probe(self.num_rows(key), before, self.pool.capturer.memory())
+                del recording
+        if not self.budget.probes:
+            return
         total = self.budget.estimate(self.num_rows(ordered[0])) or 0
         drivers = [probe.driver_bytes for probe in self.budget.probes]
         total += (len(ordered) - 1) * sum(drivers) // len(drivers)
@@ -321,6 +402,7 @@ class Plans:
         recorder = Recorder(
             *(
                 self.split,
+                self.schedule,
                 replace(self.inputs, bound=self.bound()),
                 pieces.runs,
                 pieces.keys,
@@ -333,6 +415,19 @@ class Plans:
             results=self.make.results.made_from,
         )
         return recorder.record(given)
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """Return a context around recordings, or do nothing inside of one."""
+        if self.is_recording:
+            yield
+            return
+        try:
+            with self.pool.being_busy(), recording_session(self.pool):
+                self.is_recording = True
+                yield
+        finally:
+            self.is_recording = False
 
     def numbers_of(self, key: Key) -> Any:
         return numbers_of(self.values_of(key), self.inputs)
@@ -348,27 +443,28 @@ class Plans:
         """Return what answers calls of a size by a plan of that many rows, or more."""
         variant = plan.variants.setdefault(key, Variant(plan, key))
         self.functions[key] = function = self.make.function(variant, self.numbers_of(key), self.bound())
+        if self.is_outdated:  # by another thread, since the plan was looked up
+            self.functions.clear()
         return function
 
     # Calls that a plan can't answer.
 
-    def elsewhere(self, variant: Variant, *given: Any) -> Any:
-        """Answer a call from inside another one, on a stream that is being recorded, or whose inputs moved."""
-        with self.pool.lock:
-            if self.pool.is_busy:
-                function = self.note_uncaptured(
-                    variant.key, "called from inside another captured call", self.uncaptured
-                )
-            elif not self.pool.join():
-                function = self.note_uncaptured(variant.key, "its stream is being recorded", self.uncaptured)
-            else:
-                function = self.after_move(variant, given)
-        return function(*given)
+    def while_busy(self, variant: Variant, *given: Any) -> Any:
+        """Answer a call that can't have the pool."""
+        return self.note_uncaptured(variant.key, IN_USE, self.uncaptured)(*given)
+
+    def elsewhere(self, variant: Variant, *given: Any) -> Callable[..., Any]:
+        """Return what answers a call from inside another one, on a stream that is recorded, or whose inputs moved."""
+        if self.pool.is_busy:
+            return self.note_uncaptured(variant.key, NESTED, self.uncaptured)
+        if not self.pool.switch():
+            return self.note_uncaptured(variant.key, RECORDED, self.uncaptured)
+        return self.after_move(variant, given)
 
     def after_move(self, variant: Variant, given: Sequence[Any]) -> Callable[..., Any]:
         """Return what answers a call whose held inputs are at other addresses than at the capture."""
         held, now = variant.plan.recording.held, self.by_position(given)
-        moved = [i for i, tensor in held.items() if now[i].data_ptr() != tensor.data_ptr()]
+        moved = [i for i, address in held.items() if now[i].data_ptr() != address]
         if moved and is_frozen():
             paths = ", ".join(self.statics.tensors[index].path for index in moved)
             self.refuse_stale(variant.key, f"argument {paths} is at another address than at its capture")
@@ -397,18 +493,33 @@ class Plans:
             self.num_earlier_calls[plan.key, key] += variant.num_calls
 
     def drop_all(self) -> None:
-        """Forget every plan, since what they read was replaced or moved."""
-        with self.pool.lock:
+        """Forget every plan, since what they read was replaced or moved; does not wait for those that run.
+
+        The thread that is noticing this may be one that such a run waits for.
+        """
+        self.is_outdated = True
+        self.functions.clear()
+
+    def drop_outdated(self) -> None:
+        if self.is_outdated:
+            self.is_outdated = False
             for plan in list(self.plans.values()):
                 self.drop(plan)
 
     def give_back(self) -> None:
-        """Give up all memory."""
-        self.functions.clear()
-        self.plans.clear()
-        self.budget.taken.clear()
-        self.statics.buffers.clear()
-        self.pool.leave(self)
+        """Give up all memory; waits for calls that run."""
+        with self.pool.lock:
+            self.functions.clear()
+            self.plans.clear()
+            self.budget.taken.clear()
+            self.statics.buffers.clear()
+            self.pool.leave(self)
+
+    def close(self) -> None:
+        """Give up all memory for good: a call that another thread had begun before runs uncaptured."""
+        with self.pool.lock:
+            self.is_closed = True
+            self.give_back()
 
 
 def _not_there(*_: Any) -> Any:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 
+from piecework import torch_internals as internals
 from piecework.capturing import Capturer
 from piecework.config import CompilationConfig
 from piecework.errors import CaptureError
 from piecework.plugins import PluginManager
 
+PATIENCE_S = 0.5
+"""So long a call waits for one that runs in another thread, before it does without captures."""
+
 
 class Pool:
     """A capturer, and who runs on it at the moment.
 
-    Plans of one pool re-use each other's memory, so that one of them runs at a time: on the host by
-    ``lock``, on the device by ``switch``. A call from inside another one, through a splitting op, finds
+    Plans of one pool re-use each other's memory, so that one of them runs or is recorded at a time: on the
+    host by ``lock``, on the device by ``switch``. A call from inside another one, through a splitting op, finds
     ``is_busy`` and runs uncaptured.
     """
 
@@ -31,14 +36,31 @@ class Pool:
         self.stream: Hashable = None
         self.users: weakref.WeakSet[object] = weakref.WeakSet()
         """Whoever holds captures or static memory."""
+        self.lent: dict[int | None, internals.StorageWeakRef] = {}
 
-    def join(self) -> bool:
-        """Order what follows on the current stream after all earlier calls; False where it can't replay now."""
+    def wait(self) -> bool:
+        """Take the lock when whoever has it is done; False where that may never be, and the lock is not taken.
+
+        A splitting op may wait for a thread that calls a model of the same pool. If that call waited for the end of
+        the op, neither would ever end.
+        """
+        while not self.lock.acquire(timeout=PATIENCE_S):
+            if self.is_busy:
+                return False
+        return True
+
+    @contextlib.contextmanager
+    def being_busy(self) -> Iterator[None]:
+        """Let calls from inside a block run uncaptured."""
+        self.is_busy = True
+        try:
+            yield
+        finally:
+            self.is_busy = False
+
+    def switch(self) -> bool:
+        """Let the current stream wait for the one that was used last; False where it can't replay now."""
         stream = self.capturer.current_stream()
-        return stream == self.stream or self.switch(stream)
-
-    def switch(self, stream: Hashable) -> bool:
-        """Let a stream that was not the last one wait for it; False where it can't replay now."""
         if not self.capturer.wait_for(stream if self.stream is None else self.stream):
             return False
         self.stream = stream
@@ -49,6 +71,16 @@ class Pool:
         if fake.device == self.device:
             return self.capturer.empty(size, stride, fake.dtype)
         return torch.empty_strided(size, stride, dtype=fake.dtype, device=fake.device)
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        """Note that callers get a tensor of the pool whose memory nobody holds."""
+        self.lent = {key: reference for key, reference in self.lent.items() if not reference.expired()}
+        self.lent[internals.storage_key(tensor)] = internals.StorageWeakRef(tensor.untyped_storage())
+
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one that callers got, or a view of one: a capture may write over it."""
+        reference = self.lent.get(internals.storage_key(tensor))
+        return reference is not None and not reference.expired()
 
     def leave(self, user: object) -> None:
         """Note that somebody holds nothing any longer; the last one gives the memory back to the device."""

@@ -134,7 +134,7 @@ class StaticInputs:
     def note_move(self, tensor: GraphTensor, owner: str) -> None:
         """Count that a held input came at another address; copy it from now on if that goes on."""
         tensor.num_moves += 1
-        if tensor.num_moves >= MAX_MOVES:
+        if tensor.num_moves >= MAX_MOVES and not tensor.is_copied:
             tensor.is_copied = True
             logger.warning(
                 "%s: argument %s moved %d times, and each time its sizes were captured again; it is copied from now on",
@@ -170,6 +170,10 @@ def evaluate(expression: sympy.Basic, numbers: Numbers) -> int | float | bool:
     Raises:
         UnknownSizeError: a symbol stands for something that follows from data.
     """
+    if isinstance(expression, sympy.Symbol) and expression in numbers:
+        return int(numbers[expression])
+    if isinstance(expression, sympy.Integer):
+        return int(expression)
     given = expression.xreplace(dict(numbers))
     if given.free_symbols:
         raise UnknownSizeError(f"the size {', '.join(map(str, given.free_symbols))} follows from data")

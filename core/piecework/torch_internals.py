@@ -42,6 +42,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, Shap
 from torch.fx.graph_module import _format_import_block
 from torch.fx.proxy import TraceError
 from torch.jit._builtins import _find_builtin
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.package.importer import sys_importer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,6 +61,7 @@ __all__ = [
     "InternalTorchDynamoError",
     "InvalidBackend",
     "ShapeEnv",
+    "StorageWeakRef",
     "TorchDispatchMode",
     "TorchRuntimeError",
     "TraceError",

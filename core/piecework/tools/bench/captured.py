@@ -86,8 +86,7 @@ class CapturedModel(UncapturedModel):
     @property
     def input_in_place(self) -> torch.Tensor:
         """Return the tensor that the graphs read: a call with it copies nothing."""
-        recording = self.plan.recording
-        return next(iter([*recording.inputs.values(), *recording.held.values()]))
+        return next(iter(self.plan.recording.inputs.values()), self.ids)
 
     @property
     def output_in_place(self) -> torch.Tensor:
