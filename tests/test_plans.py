@@ -145,9 +145,7 @@ def test_a_decorated_class_captures_nothing_unasked(
         for _ in range(5):
             model(torch.zeros(3))
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert (
-        "nothing is captured on cpu, since no sizes are named; call it in" in said
-    )
+    assert "nothing is captured on cpu, since no sizes are named; call it in" in said
     with counters.expect(num_graph_captures=1), piecework.set_compile_context([3]):
         model(torch.zeros(3))
 

@@ -24,44 +24,14 @@ from torch import nn
 
 import piecework
 import piecework.testing
-from piecework import CompilationConfig, CompiledPiece, Piece, SplittingOp, hookimpl
+from piecework import CompilationConfig, SplittingOp
 from piecework.api import forward_of
+from piecework.tools.bench.captured import UncapturedModel
+from piecework.tools.bench.dispatch import NoOps
+from piecework.tools.bench.model import NOTHING, Case, build
 
 ROUNDS = 40
 CALLS = 50
-
-torch.library.define("bench::attention", "(Tensor q, Tensor k, Tensor v, Tensor(a!) out) -> ()")
-torch.library.impl("bench::attention", "default", lambda q, k, v, out: None)
-torch.library.register_fake("bench::attention", lambda q, k, v, out: None)
-
-
-def no_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
-    """Do nothing, by the route that a splitting op with an implementation takes."""
-
-
-class Layer(nn.Module):
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
-        self.up, self.down = nn.Linear(hidden, 2 * hidden, bias=False), nn.Linear(2 * hidden, hidden, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.q(x), self.k(x), self.v(x)
-        out = torch.empty_like(q)
-        torch.ops.bench.attention(q, k, v, out)
-        x = x + self.o(out)
-        return x + self.down(nn.functional.silu(self.up(x)))
-
-
-class NoOpCompiler:
-    """Gives pieces that return the same tensors at every call."""
-
-    name = "no_op"
-
-    @hookimpl
-    def piecework_compile_piece(self, piece: Piece) -> CompiledPiece:
-        outputs = tuple(torch.zeros(8, 64) for _ in piece.graph.graph.output_node().args[0])  # type: ignore[union-attr]
-        return CompiledPiece(lambda *inputs: outputs)
 
 
 def microseconds(contenders: dict[str, Callable[[], Any]]) -> dict[str, float]:
@@ -78,24 +48,22 @@ def microseconds(contenders: dict[str, Callable[[], Any]]) -> dict[str, float]:
 
 def straight_line(num_layers: int = 32) -> dict[str, float]:
     """Measure (d)."""
-    model = nn.Sequential(*(Layer(64) for _ in range(num_layers)))
-    op = SplittingOp("bench::attention", implementation=no_attention)
-    config = CompilationConfig(level=3, splitting_ops=[op])
-    x = torch.zeros(8, 64)
-    with piecework.testing.plugins(NoOpCompiler()), torch.no_grad():
-        compiled = piecework.compile(model, config=config, dynamic_arg_dims={"input": 0})
-        compiled(x)
-        made = forward_of(compiled, "bench").compiled
-        assert made is not None
-        run = made.run.function
-        calls = recorded_calls(made.run.namespace, run, x)
+    case = Case(num_layers, hidden=64, rows=8, device=torch.device("cpu"), dtype=torch.float32)
+    model = build(case, NOTHING.packet)
+    op = SplittingOp(NOTHING.name, implementation=NOTHING.function)
+    config = CompilationConfig(level=3, splitting_ops=[op], capture_sizes=())
+    ids = torch.zeros(8, dtype=torch.int64)
+    with piecework.testing.plugins(NoOps(rows=8)), torch.no_grad():
+        made = UncapturedModel(model, config, ids, NOTHING)
+        run, compiled = made.run, made.model
+        calls = recorded_calls(made.compiled.run.namespace, run, ids)
 
         def bare_loop() -> None:
             for function, arguments in calls:
                 function(*arguments)
 
         return microseconds(
-            {"bare loop": bare_loop, "straight line": lambda: run(x, 8), "whole call": lambda: compiled(x)}
+            {"bare loop": bare_loop, "straight line": lambda: run(ids, 8), "whole call": lambda: compiled(ids)}
         )
 
 
@@ -124,11 +92,11 @@ def checks(num_inputs: int) -> dict[str, float]:
     exec(f"def f({names}):\n    return torch.add(x0, x{num_inputs - 1})", namespace)
     function = namespace["f"]
     inputs = [torch.zeros(8, 64) for _ in range(num_inputs)]
-    with piecework.testing.plugins(NoOpCompiler()), torch.no_grad():
+    with piecework.testing.plugins(NoOps(rows=8)), torch.no_grad():
         result = torch.zeros(8, 64)
         piecework.set_torch_compile_backend(lambda graph, example_inputs: lambda *_: (result,))
         at_2 = piecework.compile(function, config=CompilationConfig(level=2))
-        at_3 = piecework.compile(function, config=CompilationConfig(level=3, splitting_ops=()))
+        at_3 = piecework.compile(function, config=CompilationConfig(level=3, splitting_ops=(), capture_sizes=()))
         guarded = torch.compile(function, backend=lambda graph, example_inputs: lambda *_: (result,), dynamic=True)
         for compiled in (at_2, at_3, guarded):
             compiled(*inputs)
@@ -185,8 +153,8 @@ def with_write(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
 
 def added(target: Any, inputs: tuple[Any, ...], *, gradients: bool = False, **settings: Any) -> float:
     """Return the microseconds that a call costs besides its compiled code, which does nothing."""
-    config = CompilationConfig(level=3, splitting_ops=(), **settings)
-    with piecework.testing.plugins(NoOpCompiler()), torch.set_grad_enabled(gradients):
+    config = CompilationConfig(level=3, splitting_ops=(), capture_sizes=(), **settings)
+    with piecework.testing.plugins(NoOps(rows=8)), torch.set_grad_enabled(gradients):
         compiled = piecework.compile(target, config=config)
         compiled(*inputs)
         made = forward_of(compiled, "bench").compiled

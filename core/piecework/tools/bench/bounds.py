@@ -9,7 +9,7 @@ from typing import Literal
 from piecework.tools.bench.measure import Run
 from piecework.tools.bench.memory import MemoryFigures
 
-__all__ = ["Bound", "bounds_of_memory", "bounds_of_run"]
+__all__ = ["Bound", "bounds_of_dispatch", "bounds_of_memory", "bounds_of_run"]
 
 MOST_OF_STITCHED = {32: 0.7, 80: 0.5}
 """By number of layers: the largest ratio to the stitched reference."""
@@ -41,31 +41,41 @@ class Bound:
 
 def bounds_of_run(run: Run) -> Iterator[Bound]:
     """Yield what is promised about host and device times."""
-    layers = run.num_layers
+    yield from _of_pieces(run)
+    yield _host(run, "uncaptured: torch-compile", "uncaptured", "torch-compile")
+    yield _host(run, "uncaptured: torch-compile-varied", "uncaptured", "torch-compile-varied")
+    yield _host(run, "full-static: manual-graph + 10 us", "full-static", "manual-graph", more=10)
+    yield _host(run, "full: manual-graph + 30 us", "full", "manual-graph", more=30)
+    yield _host(run, "full-static: reduce-overhead", "full-static", "reduce-overhead")
+    yield _device(run, "full-static: 1.01 x manual-graph", "full-static", "manual-graph", 1.01)
+    yield _device(run, "full-static: reduce-overhead", "full-static", "reduce-overhead")
 
-    def host(what: str, name: str, peer: str, factor: float = 1.0, more: float = 0.0) -> Bound:
-        limit = run.host(peer)
-        return Bound(f"host, {what}", layers, run.host(name), None if limit is None else factor * limit + more)
 
-    def device(what: str, name: str, peer: str, factor: float = 1.0) -> Bound:
-        limit = run.device(peer)
-        return Bound(f"device, {what}", layers, run.device(name), None if limit is None else factor * limit)
+def bounds_of_dispatch(run: Run) -> Iterator[Bound]:
+    """Yield what is promised about calls whose pieces do nothing."""
+    yield from _of_pieces(run)
+    yield _host(run, "uncaptured: torch-compile-nothing", "uncaptured", "torch-compile-nothing")
+    yield _host(run, "uncaptured: straight-line + 4 us", "uncaptured", "straight-line", more=4)
 
-    yield host(
-        "piecewise-static: 1.03 x its bare loop + 3 us", "piecewise-static", "piecewise-static-loop", 1.03, more=3
-    )
-    yield host("piecewise: 1.03 x its bare loop + 25 us", "piecewise", "piecewise-loop", 1.03, more=25)
+
+def _of_pieces(run: Run) -> Iterator[Bound]:
+    static, layers = "piecewise-static", run.num_layers
+    yield _host(run, f"{static}: 1.03 x its bare loop + 3 us", static, f"{static}-loop", 1.03, more=3)
+    yield _host(run, "piecewise: 1.03 x its bare loop + 25 us", "piecewise", "piecewise-loop", 1.03, more=25)
     if layers in MOST_OF_STITCHED:
-        most, (mine, peer) = MOST_OF_STITCHED[layers], (run.host("piecewise-static"), run.host("stitched"))
+        mine, peer = run.host(static), run.host("stitched")
         ratio = mine / peer if mine and peer else None
-        yield Bound("host, piecewise-static: ratio to stitched", layers, ratio, most, "times")
-    yield host("uncaptured: torch-compile", "uncaptured", "torch-compile")
-    yield host("uncaptured: torch-compile-varied", "uncaptured", "torch-compile-varied")
-    yield host("full-static: manual-graph + 10 us", "full-static", "manual-graph", more=10)
-    yield host("full: manual-graph + 30 us", "full", "manual-graph", more=30)
-    yield host("full-static: reduce-overhead", "full-static", "reduce-overhead")
-    yield device("full-static: 1.01 x manual-graph", "full-static", "manual-graph", 1.01)
-    yield device("full-static: reduce-overhead", "full-static", "reduce-overhead")
+        yield Bound(f"host, {static}: ratio to stitched", layers, ratio, MOST_OF_STITCHED[layers], "times")
+
+
+def _host(run: Run, what: str, name: str, peer: str, factor: float = 1.0, *, more: float = 0.0) -> Bound:
+    limit = run.host(peer)
+    return Bound(f"host, {what}", run.num_layers, run.host(name), None if limit is None else factor * limit + more)
+
+
+def _device(run: Run, what: str, name: str, peer: str, factor: float = 1.0) -> Bound:
+    limit = run.device(peer)
+    return Bound(f"device, {what}", run.num_layers, run.device(name), None if limit is None else factor * limit)
 
 
 def bounds_of_memory(memory: MemoryFigures) -> Iterator[Bound]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from piecework.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from piecework.tools.bench.measure import Measured
 
 __all__ = ["bench_app"]
 
@@ -18,19 +24,22 @@ bench_app = typer.Typer(
 
 DEFAULT_SIZES = "1,2,4,8-256:8"
 
+Device = Annotated[str, typer.Option(help="'cuda', 'cpu', or 'auto': CUDA where there is a device.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")]
 Only = Annotated[str | None, typer.Option(help="Names of contenders, separated by commas.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Few rounds: to see that everything runs.")]
-Rounds = Annotated[int | None, typer.Option(min=1, help="Batches of each contender; by default 100, on a CPU 20.")]
+Rounds = Annotated[int | None, typer.Option(min=1, help="Batches of each contender.")]
 Layers = Annotated[str, typer.Option(help="Numbers of layers, separated by commas.")]
+Hidden = Annotated[int, typer.Option(min=1, help="Width of a row.")]
+Rows = Annotated[int, typer.Option(min=1, help="Rows of a call.")]
 
 
 @bench_app.command("toy-llama")
 def toy_llama_command(
     layers: Layers = "32",
-    hidden: Annotated[int, typer.Option(min=1, help="Width of a row.")] = 256,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of a call.")] = 8,
-    device: Annotated[str, typer.Option(help="'cuda', 'cpu', or 'auto': CUDA where there is a device.")] = "auto",
+    hidden: Hidden = 256,
+    rows: Rows = 8,
+    device: Device = "auto",
     rounds: Rounds = None,
     only: Only = None,
     quick: Quick = False,
@@ -55,8 +64,8 @@ def toy_llama_command(
 
     Host time is that of submitting a forward: contenders take turns in another order each round, and the device is
     drained between batches, so that its queue never blocks. Device time is measured by events around 20 calls back to
-    back, for what is one graph. All figures are medians. At each switch a contender is called a few times first: what
-    another one left in the caches is not its doing.
+    back, for what is one graph. All figures are medians of 100 rounds, on a CPU of 20. A batch that counts follows
+    three that do not: what another contender left in the caches is nobody's doing.
 
     Pieces that are captured as one graph, by Piecework or by hand, are compiled for this number of rows, as Inductor
     compiles for its own graphs; the others have code for any number of rows, unless --exact asks for more.
@@ -73,8 +82,9 @@ def toy_llama_command(
     """
     import torch
 
+    from piecework.tools.bench.bounds import bounds_of_memory, bounds_of_run
     from piecework.tools.bench.contenders import CONTENDERS, Bench
-    from piecework.tools.bench.measure import Measured, Run, measure
+    from piecework.tools.bench.measure import Run, measure
     from piecework.tools.bench.memory import MemoryFigures, measure_memory
     from piecework.tools.bench.model import Case
     from piecework.tools.bench.output import as_json, print_memory, print_run, write_json
@@ -82,17 +92,12 @@ def toy_llama_command(
 
     console = _console()
     on = _device(device)
-    if on.type == "cpu":
-        torch.set_num_threads(1)
     dtype = torch.bfloat16 if on.type == "cuda" else torch.float32
     builders = _chosen(CONTENDERS, only)
     num_rounds = rounds or (3 if quick else 100 if on.type == "cuda" else 20)
     plugins = Plugins(on, tuple(plugin or ()))
     settings: dict[str, Any] = {"piece_compiler": piece_compiler, "exact": exact}
-
-    def tell(measured: Measured) -> None:
-        console.print(f"  {measured.name}: {'right' if measured.status == 'timed' else measured.status}", markup=False)
-
+    tell = _teller(console, "right")
     runs: list[Run] = []
     memories: list[MemoryFigures] = []
     for num_layers in numbers(layers):
@@ -100,7 +105,7 @@ def toy_llama_command(
         console.print(f"{num_layers} layers, {hidden} wide, {rows} rows, {dtype} on {on}", markup=False)
         with plugins.in_use():
             runs.append(measure(Bench(case, plugins, **settings), builders, num_rounds=num_rounds, on_built=tell))
-            print_run(console, runs[-1], title=f"{num_layers} layers")
+            print_run(console, runs[-1], list(bounds_of_run(runs[-1])))
             torch.compiler.reset()
             if memory:
                 several = numbers(sizes)
@@ -109,8 +114,68 @@ def toy_llama_command(
                 print_memory(console, memories[-1])
                 torch.compiler.reset()
     if json is not None:
+        bounds = [bound for run in runs for bound in bounds_of_run(run)]
+        bounds += [bound for one in memories for bound in bounds_of_memory(one)]
         arguments = {"layers": layers, "hidden": hidden, "rows": rows, "rounds": num_rounds, "exact": exact}
-        write_json(as_json(runs, memories, command="toy-llama", device=on, dtype=str(dtype), **arguments), json)
+        figures = as_json(runs, bounds, memories, command="toy-llama", device=on, dtype=str(dtype), **arguments)
+        write_json(figures, json)
+
+
+@bench_app.command("dispatch")
+def dispatch_command(
+    layers: Layers = "32",
+    hidden: Hidden = 64,
+    rows: Rows = 8,
+    device: Device = "cpu",
+    rounds: Rounds = None,
+    only: Only = None,
+    quick: Quick = False,
+    json: Json = None,
+) -> None:
+    """Run a toy Llama whose pieces, graphs and splitting ops do nothing: what is left is the way to them.
+
+    Runs anywhere; 50 rounds by default. The only work of a call is a copy of its token ids and a clone of its logits,
+    and with static inputs and outputs not even these. Nothing is compared with eager, as nothing is computed. The
+    parts of a forward are those of toy-llama.
+    """
+    import torch
+
+    from piecework.tools.bench.bounds import bounds_of_dispatch
+    from piecework.tools.bench.contenders import Bench
+    from piecework.tools.bench.dispatch import DISPATCH, NoOps
+    from piecework.tools.bench.measure import Run, measure
+    from piecework.tools.bench.model import NOTHING, Case
+    from piecework.tools.bench.output import as_json, print_run, write_json
+    from piecework.tools.bench.plugins import Plugins
+
+    console = _console()
+    on = _device(device)
+    builders = _chosen(DISPATCH, only)
+    num_rounds = rounds or (3 if quick else 50)
+    plugins = Plugins(on, registered=(NoOps(rows),))
+    runs: list[Run] = []
+    for num_layers in numbers(layers):
+        case = Case(num_layers, hidden, rows, on, torch.float32, vocab=hidden)
+        console.print(f"{num_layers} layers that do nothing, {rows} rows on {on}", markup=False)
+        with plugins.in_use():
+            bench = Bench(case, plugins, op=NOTHING)
+            tell = _teller(console, "made")
+            runs.append(measure(bench, builders, num_rounds=num_rounds, is_checked=False, on_built=tell))
+        print_run(console, runs[-1], list(bounds_of_dispatch(runs[-1])))
+        torch.compiler.reset()
+    if json is not None:
+        bounds = [bound for run in runs for bound in bounds_of_dispatch(run)]
+        arguments = {"layers": layers, "hidden": hidden, "rows": rows, "rounds": num_rounds}
+        write_json(as_json(runs, bounds, command="dispatch", device=on, **arguments), json)
+
+
+def _teller(console: Console, word: str) -> Callable[[Measured], None]:
+    """Return what tells of each contender, before it is timed, that it is all right, or what else became of it."""
+
+    def tell(measured: Measured) -> None:
+        console.print(f"  {measured.name}: {word if measured.status == 'timed' else measured.status}", markup=False)
+
+    return tell
 
 
 def _console() -> Console:
@@ -138,16 +203,23 @@ def numbers(text: str) -> list[int]:
     return found
 
 
-def _device(name: str) -> Any:
+def _device(name: str) -> torch.device:
+    """Return the device that is meant; one thread of torch is enough for a CPU, where several get in each other's way.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
     import torch
 
-    if name == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    if name not in ("cpu", "cuda"):
+    if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--device must be 'auto', 'cuda' or 'cpu', got {name!r}")
-    if name == "cuda" and not torch.cuda.is_available():
+    has_cuda = name != "cpu" and torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
         raise ConfigError("--device cuda: torch finds no CUDA device; leave it out to run on the CPU")
-    return torch.device("cuda", 0) if name == "cuda" else torch.device("cpu")
+    if has_cuda:
+        return torch.device("cuda", 0)
+    torch.set_num_threads(1)
+    return torch.device("cpu")
 
 
 def _chosen(builders: Any, only: str | None) -> dict[str, Any]:

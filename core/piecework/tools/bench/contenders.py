@@ -123,6 +123,16 @@ class Bench:
             raise SkipContender(f"no plugin captures on {self.case.device}; --plugin registers one that is importable")
         return pool
 
+    @functools.cached_property
+    def stitched_model(self) -> tuple[Callable[..., Any], Stitched, torch.Tensor]:
+        """Return the stitched reference behind ``torch.compile``, as it is, and what it was called with."""
+        ids, model = self.new_ids(), build(self.case, self.op.packet)
+        internals.mark_dynamic(ids, 0)
+        backend = Stitched(self.op.name, self.config(), self.pool)
+        forward = torch.compile(model.forward, backend=backend, fullgraph=True)
+        forward(ids)
+        return forward, backend, ids
+
     def splitting_op(self, **changed: Any) -> SplittingOp:
         return SplittingOp(self.op.name, **{"implementation": self.op.function, **changed})
 
@@ -237,11 +247,7 @@ class Bench:
         return Contender(graph.replay, ids, output, num_launches=1, is_one_graph=True, note=note)
 
     def stitched(self, *, with_guards: bool) -> Contender:
-        ids, model = self.new_ids(), build(self.case, self.op.packet)
-        internals.mark_dynamic(ids, 0)
-        backend = Stitched(self.op.name, self.config(), self.pool, keeps_arguments=not with_guards)
-        forward = torch.compile(model.forward, backend=backend, fullgraph=True)
-        forward(ids)
+        forward, backend, ids = self.stitched_model
         num_launches = 3 * self.case.num_layers + 1
         if with_guards:
             return Contender(lambda: forward(ids), ids, num_launches=num_launches, note="copies nothing")

@@ -18,7 +18,7 @@ from rich.text import Text
 
 import piecework
 from piecework.budget import megabytes
-from piecework.tools.bench.bounds import Bound, bounds_of_memory, bounds_of_run
+from piecework.tools.bench.bounds import Bound, bounds_of_memory
 from piecework.tools.bench.captured import PARTS
 from piecework.tools.bench.measure import Run
 from piecework.tools.bench.memory import MemoryFigures
@@ -26,8 +26,9 @@ from piecework.tools.bench.memory import MemoryFigures
 __all__ = ["as_json", "print_memory", "print_run", "write_json"]
 
 
-def print_run(console: Console, run: Run, *, title: str, with_bounds: bool = True) -> None:
+def print_run(console: Console, run: Run, bounds: Sequence[Bound]) -> None:
     """Print the contenders, the parts of one forward, and what is promised."""
+    title = f"{run.num_layers} layers"
     numbers = [Column(name, justify="right") for name in ("host us", "quartiles", "x loop", "device us")]
     table = Table(Column("contender", no_wrap=True), *numbers, Column("note", overflow="fold"), title=title)
     for one in run.contenders:
@@ -43,8 +44,7 @@ def print_run(console: Console, run: Run, *, title: str, with_bounds: bool = Tru
     console.print(table)
     if run.parts:
         console.print(_parts_table(run.parts))
-    if with_bounds:
-        print_bounds(console, list(bounds_of_run(run)))
+    print_bounds(console, bounds)
 
 
 def _parts_table(parts: Mapping[str, Mapping[str, float]]) -> Table:
@@ -89,18 +89,22 @@ def _number(value: float | None, unit: str) -> str:
 
 
 def as_json(
-    runs: Sequence[Run], memories: Sequence[MemoryFigures], *, command: str, device: torch.device, **arguments: Any
+    runs: Sequence[Run],
+    bounds: Sequence[Bound],
+    memories: Sequence[MemoryFigures] = (),
+    *,
+    command: str,
+    device: torch.device,
+    **arguments: Any,
 ) -> dict[str, Any]:
     """Return all figures, what they were measured on, and what is promised."""
-    bounds = [bound for run in runs for bound in bounds_of_run(run)] if command != "dispatch" else []
-    bounds += [bound for memory in memories for bound in bounds_of_memory(memory)]
     is_cuda = device.type == "cuda"
     return {
         "command": f"python -m piecework bench {command}",
         "command_line": shlex.join(["python", "-m", "piecework", *sys.argv[1:]]),
         "arguments": arguments,
         "device": torch.cuda.get_device_name(device) if is_cuda else f"cpu, torch threads: {torch.get_num_threads()}",
-        "capturer_is_emulated": not is_cuda,
+        "capturer": "does nothing" if command == "dispatch" else "records" if is_cuda else "emulates",
         "versions": {
             "piecework": piecework.__version__,
             "torch": torch.__version__,

@@ -19,7 +19,9 @@ NUM_LAUNCHES_IN_FLIGHT = 400
 """A batch gives the device at most about so many launches; its queue holds about a thousand, then launching blocks."""
 MAX_CALLS = 20
 NUM_WARM_UPS = 3
-"""What the contender before it left in the caches of the processor is not a contender's own doing."""
+"""Batches before the one that counts; of device times, calls. What another contender left in the caches of the
+processor is not a contender's own doing, nor that Python unlearns its fast paths whenever ``torch.compile`` switches
+its frame evaluation on."""
 NUM_DEVICE_CALLS = 20
 """Back-to-back calls between two events."""
 
@@ -59,7 +61,7 @@ def host_times(timed: Mapping[str, Timed], *, num_rounds: int, drain: Callable[[
     times: dict[str, list[float]] = {name: [] for name in timed}
     with _undisturbed():
         for name, call, num_calls in _turns(timed, num_rounds):
-            for _ in range(NUM_WARM_UPS):
+            for _ in range(NUM_WARM_UPS * num_calls):
                 call()
             drain()
             start = time.perf_counter()
