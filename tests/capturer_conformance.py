@@ -137,6 +137,24 @@ def expanded_and_aliased_outputs_keep_their_form(capturer: Capturer) -> None:
 
 
 @case
+def a_pending_conjugation_is_not_lost(capturer: Capturer) -> None:
+    z = torch.complex(ones(capturer, 2), ones(capturer, 2))
+    capture = record(capturer, lambda z: ((z * 2).conj(),), z)
+    assert replayed(capture) == [[2 - 2j] * 2]
+    assert capturer.alias(capture.outputs[0]).tolist() == [2 - 2j] * 2
+
+
+@case
+def static_memory_that_is_returned_stays_where_it_is(capturer: Capturer) -> None:
+    with capturer.session():
+        static = capturer.empty((3,), (1,), torch.float32)
+        capture = capturer.capture(lambda: (static, static + 1))
+    assert capture.outputs[0].data_ptr() == static.data_ptr()
+    static.fill_(2)
+    assert replayed(capture) == [[2.0] * 3, [3.0] * 3]
+
+
+@case
 def outputs_without_elements_are_fine(capturer: Capturer) -> None:
     x = ones(capturer, 3)
     capture = record(capturer, lambda x: (x[:0] + 1, x.new_empty(2, 0), x * 2), x)
@@ -154,18 +172,20 @@ def a_capture_that_does_nothing_is_fine(capturer: Capturer) -> None:
 
 @case
 def results_are_right_in_inference_mode_too(capturer: Capturer) -> None:
+    def run(x: torch.Tensor, y: torch.Tensor, static: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y[1:].add_(static[1:])
+        return x + y, static
+
     with torch.inference_mode():
         x, y = ones(capturer, 3), ones(capturer, 3)
         with capturer.session():
             static = capturer.empty((3,), (1,), torch.float32)
-            capture = capturer.capture(
-                Recordable("piece", lambda x, y, s: (x + y.add_(s), s), (x, y, static), writes=(1,))
-            )
+            capture = capturer.capture(Recordable("piece", run, (x, y, static), writes=(1,)))
         static.fill_(1)
-        assert replayed(capture) == [[3.0] * 3, [1.0] * 3]
-        assert y.tolist() == [2.0] * 3
-    static.fill_(2)  # An error for a tensor that was made in inference mode.
-    capture.outputs[0].fill_(2)
+        assert replayed(capture) == [[2.0, 3.0, 3.0], [1.0] * 3]
+    assert replayed(capture) == [[2.0, 4.0, 4.0], [1.0] * 3]
+    static[1:].fill_(2)  # An error for a tensor that was made in inference mode.
+    capture.outputs[0][1:].fill_(2)
 
 
 # --- random numbers -------------------------------------------------------------------------------

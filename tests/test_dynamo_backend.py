@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+import piecework
 from piecework import ConfigError, GradientNotSupported, SplitError, counters
+from piecework import torch_internals as internals
 from piecework.testing import plugins
 from split_models import CUTS, FailsAt, Recorder, ops, rows
 
@@ -192,3 +194,43 @@ def test_a_float_that_changes_is_an_input() -> None:
     with torch.no_grad():
         for factor in (1.0, 2.5, 3.5):
             torch.testing.assert_close(fast(x, factor), scaled(x, factor))
+
+
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_graphs_are_captured_behind_the_guards_of_torch(dynamic: bool | None) -> None:
+    model, reference = nn.Linear(4, 4), nn.Linear(4, 4)
+    reference.load_state_dict(model.state_dict())
+    with plugins(), torch.no_grad():
+        call = torch.compile(model, backend="piecework", dynamic=dynamic, options={"piece_compiler": "eager"})
+        before = counters.snapshot()
+        for size in (3, 5, 3, 5, 3, 5, 3, 5, 3, 5, 7):
+            x = torch.randn(size, 4)
+            torch.testing.assert_close(call(x), reference(x))
+        after = counters.snapshot()
+        assert after["num_graph_captures"] > before["num_graph_captures"]
+        assert after["num_graph_replays"] >= before["num_graph_replays"] + 4
+        for change in ("weight", "data"):  # both are arguments whose addresses are compared
+            weight = torch.randn(4, 4)
+            if change == "weight":
+                model.weight = nn.Parameter(weight)
+            else:
+                model.weight.data = weight
+            reference.weight = nn.Parameter(weight.clone())
+            for size in (3, 5, 3, 5):
+                x = torch.randn(size, 4)
+                torch.testing.assert_close(call(x), reference(x))
+
+
+def test_sizes_of_the_context_are_captured_behind_the_guards_of_torch() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    with plugins(), torch.no_grad():
+        options = {"piece_compiler": "eager", "max_padding_ratio": 1}
+        call = torch.compile(model, backend="piecework", dynamic=True, options=options)
+        with piecework.set_compile_context([3]), counters.expect(num_graph_captures=1, num_graph_replays=2):
+            for size in (3, 5, 3):
+                torch.testing.assert_close(call(torch.ones(size, 4)), torch.full((size, 4), 2.0))
+        piecework.freeze()
+        with pytest.raises(internals.BackendCompilerFailed, match=r"after piecework.freeze\(\)"):
+            torch.compile(lambda x: x + 1, backend="piecework")(torch.ones(3))

@@ -104,7 +104,8 @@ def test_indices_that_are_poison_do_no_harm_to_a_capture(capturer: EmulatedCaptu
         ids = capturer.empty((3,), (1,), torch.int64)
         before = ids.tolist()
         capture = capturer.capture(Recordable("piece", lambda t, i: (t[i], i + 1), (table, ids)))
-        other = capturer.capture(Recordable("next", lambda t, i: (t[i.expand(2, 3)],), (table, capture.outputs[1])))
+        expanded = capture.outputs[1].expand(2, 3)
+        other = capturer.capture(Recordable("next", lambda t, i: (t[i],), (table, expanded)))
     assert ids.tolist() == before
     ids.copy_(torch.tensor([1, 2, 3]))
     capture.replay()
@@ -167,6 +168,7 @@ def test_what_a_device_refuses_is_named(run: object, words: str, in_inference_mo
         lambda x: (x[torch.zeros(3, dtype=torch.long)],),
         lambda x: (x.clone().masked_fill_(x > 0, 2),),
         lambda x: (torch.where(x > 0, x, 0),),
+        lambda x: (x.clone().index_put_((x > 0,), torch.tensor(2.0)),),
         lambda x: (x.repeat_interleave(torch.full((3,), 2), output_size=6),),
         lambda x: (torch.nn.functional.linear(x, x[None]),),
     ],

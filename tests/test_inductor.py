@@ -300,3 +300,20 @@ def test_importing_the_plugin_is_light() -> None:
     program = "import sys, piecework_inductor; print([n for n in ('torch._inductor', 'triton') if n in sys.modules])"
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert finished.stdout.strip() == "[]", finished.stderr
+
+
+def test_pieces_that_write_to_inputs_of_any_size_compile() -> None:
+    def model(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        total.add_(x.sum(0))
+        x.mul_(2)
+        return x + total
+
+    config = CompilationConfig(level=3, splitting_ops=(), capture_sizes=())
+    call = piecework.compile(model, config=config, dynamic_arg_dims={"x": 0})
+    totals = torch.zeros(6), torch.zeros(6)
+    with torch.no_grad():
+        for n in (4, 1, 7):
+            x = rows(n)
+            x2 = x.clone()
+            torch.testing.assert_close(call(x, totals[0]), model(x2, totals[1]))
+            torch.testing.assert_close((x, totals[0]), (x2, totals[1]))

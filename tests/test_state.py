@@ -370,7 +370,7 @@ def test_raw_change_of_storage_is_noticed_within_the_stated_calls(
     call = compiled(model, level)
     call(rows(4))
     stated = piecework.report(call).num_calls_for_all_addresses
-    assert 1 < stated <= 3  # 24 tensors
+    assert 1 < stated <= 6  # 24 tensors
     change(model.layers[which].weight)  # pyright: ignore[reportArgumentType]
     x = rows(4)
     results = [call(x) for _ in range(stated)]

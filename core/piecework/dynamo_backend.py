@@ -1,12 +1,14 @@
 """``torch.compile(model, backend="piecework")``: level 3 behind torch's own guards.
 
 Torch keeps its guards and recompiles, so the one trace for all calls does not apply; splitting,
-dedupe and compiling do. Each graph that Dynamo hands over is treated alone.
+dedupe, compiling and capture do. Each graph that Dynamo hands over is treated alone; its sizes are
+called as torch calls its symbols, and a graph without any has one size, ``()``.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,18 +16,20 @@ import sympy
 import torch
 
 from piecework import torch_internals as internals
-from piecework.build import by_place, count_pieces, splitting_ops
+from piecework.build import by_place, count_pieces, find_pool, splitting_ops
 from piecework.compilers import compile_pieces
 from piecework.config import CompilationConfig
 from piecework.config_checks import CompilationLevel
 from piecework.counting import counters
 from piecework.dedupe import deduplicate
-from piecework.errors import ConfigError
+from piecework.errors import CompileError, ConfigError
 from piecework.forward import compile_lock
 from piecework.gradients import without_gradients
 from piecework.inputs import GraphInput, GraphInputs, Sizes
 from piecework.pieces import InputKind
+from piecework.plans import Pieces, Plans
 from piecework.plugins import plugin_manager
+from piecework.process_settings import is_frozen
 from piecework.run import straight_line
 from piecework.settings import resolve_settings
 from piecework.split import split_graph
@@ -73,10 +77,34 @@ def piecework_backend(
         count_pieces(split)
         unique = deduplicate(split.pieces, inputs.kinds_of, fake_mode.shape_env)
         counters.num_unique_pieces += len(unique)
+        if is_frozen():
+            raise CompileError("a graph came to be compiled after piecework.freeze(), which forbids it")
         with internals.outside_of_tracing():
             compiled = compile_pieces(unique, settings.config, manager, fake_mode.shape_env, owner="graph")
-        line = straight_line(split, [one.run for one in by_place(compiled)], inputs, name="graph")
-    return _called_by_dynamo(line.function, inputs.tensor_indices, list(readers.values()))
+            pool = find_pool(split, settings.config, manager, owner="graph")
+        runs = [one.run for one in by_place(compiled)]
+        line = straight_line(split, runs, inputs, name="graph")
+        if pool is None:
+            return _called_by_dynamo(line.function, inputs.tensor_indices, list(readers.values()), None)
+        pieces = Pieces(runs, [one.unique.piece.key for one in by_place(compiled)])
+        plans = Plans(
+            *(split, inputs, _paths(graph), settings.config, pool),
+            unique=[one.unique for one in compiled],
+            pieces=lambda key: pieces,
+            is_auto=True,
+            owner="graph",
+            are_dims_named=False,
+        )
+        plans.uncaptured = line.function
+    call = _called_by_dynamo(line.function, inputs.tensor_indices, list(readers.values()), plans)
+    weakref.finalize(call, plans.close).atexit = False
+    return call
+
+
+def _paths(graph: torch.fx.GraphModule) -> dict[int, str]:
+    """Return what to call each tensor argument in messages."""
+    nodes = graph.graph.find_nodes(op="placeholder")
+    return {i: node.name for i, node in enumerate(nodes) if not isinstance(node.meta["example_value"], torch.SymInt)}
 
 
 def _inputs(graph: torch.fx.GraphModule) -> dict[torch.fx.Node, GraphInput]:
@@ -109,14 +137,20 @@ def _size_readers(graph: torch.fx.GraphModule, shape_env: internals.ShapeEnv) ->
 
 
 def _called_by_dynamo(
-    run: Callable[..., Any], positions: Sequence[int], readers: Sequence[SizeReader]
+    uncaptured: Callable[..., Any], positions: Sequence[int], readers: Sequence[SizeReader], plans: Plans | None
 ) -> Callable[..., Any]:
-    """Return a function that takes Dynamo's arguments; torch guards the grad mode, so it is fixed here."""
+    """Return a function that takes Dynamo's arguments; torch guards the grad mode, so it is fixed here.
+
+    Parameters are arguments, too, and held where they are: a plan compares all their addresses at every call.
+    """
     with_gradients = torch.is_grad_enabled()
 
     def call(*args: Any) -> Any:
         sizes = [args[position] if dim is None else args[position].size(dim) for position, dim in readers]
         given = (*(args[position] for position in positions), *sizes)
+        run = uncaptured
+        if plans is not None:
+            run = plans.functions.get(plans.key_of(given)) or plans.choose(given, uncaptured)
         return without_gradients(run, (), given) if with_gradients else run(*given)
 
     return call

@@ -27,16 +27,20 @@ Key = Any
 
 @dataclass
 class Variant:
-    """Answers the calls of one size: those of the plan itself, or those that are padded up to it."""
+    """Answers the calls of one size: those of the plan itself, or those that are padded up to it.
 
-    plan: Plan
+    It does not refer to the plan, so that graphs are gone as soon as a plan and its functions are dropped.
+    """
+
     key: Key
+    plan_key: Key
+    recording: Recording
     num_calls: int = 0
 
     @property
     def is_padded(self) -> bool:
         """Whether calls have fewer rows than the plan."""
-        return self.key != self.plan.key
+        return self.key != self.plan_key
 
 
 @dataclass
@@ -94,7 +98,7 @@ class PlanFunctions:
             numbers: the value of each symbol at the size of the calls.
             bound: the parameters and buffers.
         """
-        memory = variant.plan.recording
+        memory = variant.recording
         namespace: dict[str, Any] = {
             "take": self.pool.lock.acquire,
             "let_go": self.pool.lock.release,
@@ -117,7 +121,7 @@ class PlanFunctions:
             size = self.statics.layout(self.statics.tensors[index].fake, numbers).size
             padding += padded_parts(tensor, size)
             namespace |= {f"i{index}": base_of(cut(tensor, size)), f"at{index}": tensor.data_ptr()}
-        namespace |= {f"h{index}": tensor.data_ptr() for index, tensor in memory.held.items()}
+        namespace |= {f"h{index}": address for index, address in memory.held.items()}
         for i, node in enumerate(self.results.made_from):
             size = self.statics.layout(self.effects.values[node], numbers).size
             namespace[f"b{i}"] = cut(memory.outputs[node], size)

@@ -24,9 +24,10 @@ from piecework.inputs import GraphInputs, key_of_values, size_values
 from piecework.padding import Padding
 from piecework.plan import Key, Plan, PlanFunctions, Variant, cut, numbers_of
 from piecework.pool import Pool
-from piecework.process_settings import compile_context, is_frozen
-from piecework.recorder import Recorder, Recording, Run
+from piecework.process_settings import compile_context, is_first_time, is_frozen
+from piecework.recorder import Recorder, Recording, Run, recording_session
 from piecework.refusals import Refusals
+from piecework.schedule import Schedule
 from piecework.split import SplitGraph
 from piecework.static_inputs import StaticInputs
 
@@ -60,6 +61,7 @@ class Plans:
         pieces: returns what runs at a size, given its key.
         is_auto: what ``capture_sizes=None`` means outside of a compile context.
         owner: name of the model, for messages.
+        are_dims_named: the user named the dims; else a size is that of the first one, whatever the others are.
     """
 
     def __init__(
@@ -74,7 +76,9 @@ class Plans:
         pieces: Callable[[Key], Pieces],
         is_auto: bool,
         owner: str,
+        are_dims_named: bool = True,
     ) -> None:
+        self.are_dims_named = are_dims_named
         self.split, self.config, self.pool, self.owner = split, config, pool, owner
         self.inputs = replace(inputs, bound={})
         self.bound: Callable[[], Mapping[Node, torch.Tensor]] = dict
@@ -90,11 +94,15 @@ class Plans:
             static_outputs=config.static_outputs,
             name=owner,
         )
+        outside = (*inputs.bound, *(tensor.node for tensor in self.statics.tensors.values()))
+        self.schedule = Schedule(split, outside, self.make.results.made_from)
         self.padding = Padding(split, self.inputs, self.statics, config, self.make.results.made_from, unique)
         self.budget = Budget(config.max_capture_bytes)
         self.functions: dict[Key, Callable[..., Any]] = {}
         """What answers calls, by size: the one look-up of a call."""
         self.plans: dict[Key, Plan] = {}
+        self.settled: dict[Key, str] = {}
+        """Sizes that run uncaptured outside of a compile context, and why; until something is captured or dropped."""
         self.num_seen: Counter[Key] = Counter()
         self.num_uncaptured: defaultdict[Key, Counter[str]] = defaultdict(Counter)
         """Calls that ran uncaptured, by size and reason."""
@@ -107,6 +115,7 @@ class Plans:
         """Sizes that were captured since they came often."""
         self.stale: set[Key] = set()
         """Sizes whose captures were dropped after ``freeze``."""
+        self.is_recording = False
         self.is_closed = False
         self.is_outdated = False
         """No plan is up to date; they are dropped at the next call that looks for one."""
@@ -125,6 +134,8 @@ class Plans:
             StaleCaptureError: what was captured is stale, and ``freeze`` forbids to capture again.
         """
         key = self.key_of(given)
+        if (why_not := self.settled.get(key)) is not None and compile_context() is None:
+            return self.note_uncaptured(key, why_not, uncaptured)
         if not self.pool.wait():
             return self.note_uncaptured(key, IN_USE, uncaptured)
         try:
@@ -151,14 +162,14 @@ class Plans:
     def key_of(self, given: Sequence[Any]) -> Key:
         """Return the size of a call: its last arguments."""
         num_dims = len(self.inputs.sizes.dims)
-        return given[-1] if num_dims == 1 else tuple(given[-num_dims:])
+        return given[-1] if num_dims == 1 else tuple(given[len(given) - num_dims :])
 
     def target_of(self, key: Key) -> tuple[Key | None, str, bool]:
         """Return the size to capture or to pad to, or None and the reason; and whether somebody asked for that."""
         if is_frozen() and key in self.stale:
             self.refuse_stale(key, "what it reads was replaced or moved")
             return None, "stale after freeze()", True
-        wanted = [*self.wanted(), *self.stale]
+        wanted = [*self.wanted(key), *self.stale]
         if key in wanted and self.may_capture(key):
             return key, "", key not in self.unasked
         possible = {*self.plans, *(size for size in wanted if self.may_capture(size))}
@@ -171,8 +182,21 @@ class Plans:
             self.num_seen[key] += 1
             if self.num_seen[key] >= SEEN_BEFORE_CAPTURE:
                 return (key, "", False) if self.may_capture(key) else (None, self.why_left_out(key), False)
-            why_not = why_not or f"captured when seen {SEEN_BEFORE_CAPTURE} times"
-        return None, why_not or "not among the sizes to capture", False
+            return None, why_not or f"captured when seen {SEEN_BEFORE_CAPTURE} times", False
+        why_not = why_not or "not among the sizes to capture"
+        if compile_context() is None:
+            self.settled[key] = why_not
+            self.say_that_nothing_is_captured()
+        return None, why_not, False
+
+    def say_that_nothing_is_captured(self) -> None:
+        """Say once how to name sizes, where nobody did: a decorated class captures nothing unasked."""
+        if self.config.capture_sizes is None and not self.plans and is_first_time("nothing is captured"):
+            logger.warning(
+                "%s: nothing is captured on %s, since no sizes are named; call it in "
+                '`with piecework.set_compile_context([...]):`, or set capture_sizes, "auto" too',
+                *(self.owner, self.pool.device),
+            )
 
     def why_not_now(self, given: Mapping[int, torch.Tensor]) -> str | None:
         """Return why nothing can be captured at this call: what it reads would be written over.
@@ -188,12 +212,17 @@ class Plans:
         paths = ", ".join(tensor.path for tensor in lent)
         return f"argument {paths} is a result in memory that captures re-use (static_outputs); clone it"
 
-    def wanted(self) -> list[Key]:
+    def wanted(self, key: Key) -> list[Key]:
         """Return the sizes to capture: those of the settings, else of the compile context around this call."""
         sizes = self.config.capture_sizes
         if sizes is None:
             sizes = compile_context()
-        return [self.key_of_size(size) for size in sizes] if isinstance(sizes, tuple) else []
+        if not isinstance(sizes, tuple):
+            return []
+        if self.are_dims_named:
+            return [self.key_of_size(size) for size in sizes]
+        first = key[:1] if isinstance(key, tuple) else (key,)
+        return [key] if not first or first[0] in sizes else []
 
     def is_automatic(self) -> bool:
         """Whether a size that comes often is captured unasked."""
@@ -217,7 +246,7 @@ class Plans:
     def values_of(self, key: Key) -> dict[str, int]:
         """Return the value of each named dim."""
         dims = self.inputs.sizes.dims
-        return dict(zip(dims, key if len(dims) > 1 else (key,), strict=True))
+        return dict(zip(dims, (key,) if len(dims) == 1 else key, strict=True))
 
     def note_uncaptured(self, key: Key, why: str, uncaptured: Callable[..., Any]) -> Callable[..., Any]:
         self.num_uncaptured[key][why] += 1
@@ -262,7 +291,8 @@ class Plans:
             before = self.pool.capturer.memory()
             if not self.budget.allows(key, self.num_rows(key), before, self.owner):
                 return None
-            recording = self.record(key, given)
+            with self.session():
+                recording = self.record(key, given)
             after = self.pool.capturer.memory()
             if not self.budget.take(key, self.num_rows(key), before, after, recording.num_graphs, self.owner):
                 del recording
@@ -274,6 +304,7 @@ class Plans:
         plan = Plan(key, self.numbers_of(key), recording, time.perf_counter() - start, before, after)
         counters.num_graph_captures += recording.num_graphs
         self.plans[key] = plan
+        self.settled.clear()
         self.num_recaptures += key in self.stale
         self.stale.discard(key)
         self.function_of(key, plan)
@@ -295,7 +326,7 @@ class Plans:
 
         def put_back() -> None:
             self.statics.buffers = buffers
-            if not self.plans:
+            if not self.plans and not self.is_recording:
                 self.give_back()
 
         self.pool.users.add(self)
@@ -334,10 +365,16 @@ class Plans:
                     f"sizes of {self.owner} can't be captured from these example inputs: {why_not}; clone it"
                 )
             self.estimate(ordered, given)
-            for key in ordered:
-                if key not in self.plans:
-                    self.try_to_capture(key, self.resized(given, key))
-                on_size(key, self.plans.get(key))
+            self.pool.users.add(self)
+            try:
+                with self.session():
+                    for key in ordered:
+                        if key not in self.plans:
+                            self.try_to_capture(key, self.resized(given, key))
+                        on_size(key, self.plans.get(key))
+            finally:
+                if not self.plans:
+                    self.give_back()
 
     def estimate(self, ordered: Sequence[Key], given: Mapping[int, torch.Tensor]) -> None:
         """Find out what sizes would take, from the smallest and a middle one, where a budget is to be kept."""
@@ -347,7 +384,8 @@ class Plans:
         with contextlib.suppress(CaptureError), self.undoing(ordered[-1]):  # It comes again when its size is captured.
             for key in (ordered[-1], ordered[len(ordered) // 2]):
                 before = self.pool.capturer.memory()
-                recording = self.record(key, self.resized(given, key))
+                with self.session():
+                    recording = self.record(key, self.resized(given, key))
                 self.budget.probe(self.num_rows(key), before, self.pool.capturer.memory())
                 del recording
         if not self.budget.probes:
@@ -384,6 +422,7 @@ class Plans:
         recorder = Recorder(
             *(
                 self.split,
+                self.schedule,
                 replace(self.inputs, bound=self.bound()),
                 pieces.runs,
                 pieces.keys,
@@ -395,8 +434,20 @@ class Plans:
             size=key if len(values) == 1 else values,
             results=self.make.results.made_from,
         )
-        with self.pool.being_busy():
-            return recorder.record(given)
+        return recorder.record(given)
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """Return a context around recordings, or do nothing inside of one."""
+        if self.is_recording:
+            yield
+            return
+        try:
+            with self.pool.being_busy(), recording_session(self.pool):
+                self.is_recording = True
+                yield
+        finally:
+            self.is_recording = False
 
     def numbers_of(self, key: Key) -> Any:
         return numbers_of(self.values_of(key), self.inputs)
@@ -410,7 +461,7 @@ class Plans:
 
     def function_of(self, key: Key, plan: Plan) -> Callable[..., Any]:
         """Return what answers calls of a size by a plan of that many rows, or more."""
-        variant = plan.variants.setdefault(key, Variant(plan, key))
+        variant = plan.variants.setdefault(key, Variant(key, plan.key, plan.recording))
         self.functions[key] = function = self.make.function(variant, self.numbers_of(key), self.bound())
         if self.is_outdated:  # by another thread, since the plan was looked up
             self.functions.clear()
@@ -432,8 +483,8 @@ class Plans:
 
     def after_move(self, variant: Variant, given: Sequence[Any]) -> Callable[..., Any]:
         """Return what answers a call whose held inputs are at other addresses than at the capture."""
-        held, now = variant.plan.recording.held, self.by_position(given)
-        moved = [i for i, tensor in held.items() if now[i].data_ptr() != tensor.data_ptr()]
+        held, now = variant.recording.held, self.by_position(given)
+        moved = [i for i, address in held.items() if now[i].data_ptr() != address]
         if moved and is_frozen():
             paths = ", ".join(self.statics.tensors[index].path for index in moved)
             self.refuse_stale(variant.key, f"argument {paths} is at another address than at its capture")
@@ -441,7 +492,7 @@ class Plans:
         for index in moved:
             self.statics.note_move(self.statics.tensors[index], self.owner)
         if moved:
-            self.drop(variant.plan)
+            self.drop(self.plans[variant.plan_key])
         return self.choose(given, self.uncaptured)
 
     def refuse_stale(self, key: Key, why: str) -> None:
@@ -455,6 +506,7 @@ class Plans:
     def drop(self, plan: Plan) -> None:
         """Forget a plan; it is captured again when its size comes next."""
         self.plans.pop(plan.key, None)
+        self.settled.clear()
         self.budget.taken.pop(plan.key, None)
         self.stale.add(plan.key)
         for key, variant in plan.variants.items():

@@ -28,6 +28,7 @@ from piecework.inputs import GraphInputs
 from piecework.pieces import SplittingOp
 from piecework.pool import Pool
 from piecework.refusals import Refusals, refused_op
+from piecework.schedule import OpStep, Schedule
 from piecework.split import PieceStep, SplitGraph
 from piecework.static_inputs import Layout, Numbers, StaticInputs, UnknownSizeError, base_of, evaluate, fill
 
@@ -46,29 +47,23 @@ class PieceAction:
     """Equal for places that share compiled code."""
     why_uncaptured: str | None
 
-    @property
-    def defines(self) -> tuple[Node, ...]:
-        """Return the nodes whose values it makes."""
-        return self.step.outputs
-
-    @property
-    def uses(self) -> Iterator[Node]:
-        """Yield the nodes whose values it takes."""
-        return (value for value in self.step.inputs if isinstance(value, Node))
-
 
 @dataclass(frozen=True)
 class OpAction:
     """Runs a splitting op, or a node beside one that costs no kernel."""
 
-    node: Node
-    op: SplittingOp | None
+    step: OpStep
     is_captured: bool
 
     @property
-    def uses(self) -> Iterator[Node]:
-        """Yield the nodes whose values it takes."""
-        return iter(self.node.all_input_nodes)
+    def node(self) -> Node:
+        """Return the node that it runs."""
+        return self.step.node
+
+    @property
+    def op(self) -> SplittingOp | None:
+        """Return the splitting op, where it is one."""
+        return self.step.op
 
 
 Action = PieceAction | OpAction
@@ -83,8 +78,8 @@ class Recording:
     num_graphs: int
     inputs: dict[int, torch.Tensor]
     """Static memory of the copied inputs, by position among the tensor arguments."""
-    held: dict[int, torch.Tensor]
-    """The inputs that are read where the caller has them."""
+    held: dict[int, int]
+    """Addresses of the inputs that are read where the caller has them."""
     outputs: dict[Node, torch.Tensor]
     """What the results are made from; these do not hold their memory."""
     bridge_bytes: int = 0
@@ -96,6 +91,7 @@ class Recorder:
 
     Args:
         split: the graph.
+        schedule: its steps in order.
         inputs: what it is called with.
         runs: the compiled pieces, one per piece of the graph.
         keys: equal for places that share compiled code.
@@ -109,6 +105,7 @@ class Recorder:
     def __init__(
         self,
         split: SplitGraph,
+        schedule: Schedule,
         inputs: GraphInputs,
         runs: Sequence[Run],
         keys: Sequence[str],
@@ -123,18 +120,18 @@ class Recorder:
         self.split, self.effects, self.inputs = split, split.effects, inputs
         self.pool, self.capturer, self.statics, self.refusals = pool, pool.capturer, statics, refusals
         self.numbers, self.size, self.results = numbers, size, results
+        self.schedule = schedule
         self.actions = self.list_actions(runs, keys)
-        self.defined = {*inputs.bound, *(tensor.node for tensor in statics.tensors.values())}
-        self.outside = frozenset(self.defined)
-        """What exists before the first step."""
-        self.defined.update(node for action in self.actions for node in self.definitions(action))
-        self.last_use = self.find_last_uses()
         self.env: dict[Node, Any] = {}
+        self.aliases: dict[Node, Any] = {}
+        """The same values without a hold on memory of the pool, as far as they were asked for."""
+        self.num_settled = 0
+        """So many actions are done, and what they were the last to use has been let go."""
         self.recording = Recording([], 0, {}, {}, {})
         self.warmed: set[str] = set()
 
     def record(self, given: Mapping[int, torch.Tensor]) -> Recording:
-        """Record all steps; no splitting op runs, and nothing of the model or the caller is written to.
+        """Record all steps, in ``recording_session``; no op runs, and nothing of the model or the caller is written to.
 
         Args:
             given: the tensor arguments of a call, by position; those that are copied may have other sizes.
@@ -143,43 +140,33 @@ class Recorder:
             CaptureError: the device refuses something, or lacks the memory. Nothing stays behind.
         """
         try:
-            with _plain_modes(), self.keeping_random_state(), self.capturer.session():
-                self.enter(given)
-                self.record_steps()
-                self.leave()
+            self.enter(given)
+            self.record_steps()
+            self.leave()
         except UnknownSizeError as error:
             raise CaptureError(f"{error}, so that its memory can't be set aside") from error
         except torch.OutOfMemoryError as error:
             raise CaptureError(f"the device has no memory for it: {error}") from error
         finally:
             self.env.clear()
+            self.aliases.clear()
             recording, self.recording = self.recording, Recording([], 0, {}, {}, {})
         return recording
-
-    @contextlib.contextmanager
-    def keeping_random_state(self) -> Iterator[None]:
-        """Put the random numbers back that warm-ups draw."""
-        device = self.pool.device
-        devices = [] if device.type == "cpu" else [device.index]
-        with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
-            yield
 
     # What there is to do.
 
     def list_actions(self, runs: Sequence[Run], keys: Sequence[str]) -> list[Action]:
         actions: list[Action] = []
         pieces = iter(zip(runs, keys, strict=True))
-        for step in self.split.steps:
-            if isinstance(step, PieceStep):
-                run, key = next(pieces)
-                why = self.refusals.of_piece(step, key)
-                actions.append(PieceAction(step, run, key, why))
-                if why is not None:
-                    self.refusals.note(step.name, why)
-            else:
-                for node in unpacked_at_once(step.nodes):
-                    op = step.ops.get(node)
-                    actions.append(OpAction(node, op, self.is_captured(op, node)))
+        for unit in self.schedule.units:
+            if isinstance(unit, OpStep):
+                actions.append(OpAction(unit, self.is_captured(unit.op, unit.node)))
+                continue
+            run, key = next(pieces)
+            why = self.refusals.of_piece(unit, key)
+            actions.append(PieceAction(unit, run, key, why))
+            if why is not None:
+                self.refusals.note(unit.name, why)
         return actions
 
     def is_captured(self, op: SplittingOp | None, node: Node) -> bool:
@@ -189,36 +176,6 @@ class Recorder:
         wanted = op.capturable(self.size) if callable(op.capturable) else op.capturable
         return bool(wanted) and self.refusals.of_op(node, self.effects) is None
 
-    def definitions(self, action: Action) -> tuple[Node, ...]:
-        """Return the nodes that an action gives a value of its own: not an argument that is handed through."""
-        if isinstance(action, PieceAction):
-            return action.defines
-        return () if action.node in self.effects.identical else (action.node,)
-
-    def find_last_uses(self) -> dict[Node, int]:
-        last: dict[Node, int] = {}
-        for index, action in enumerate(self.actions):
-            for used in (*action.uses, *self.definitions(action)):
-                last.update(dict.fromkeys(self.bases(used), index))
-        for node in self.results:
-            last.update(dict.fromkeys(self.bases(node), len(self.actions)))
-        return last
-
-    def resolve(self, node: Node) -> Node:
-        """Return the node whose value is the same tensor."""
-        while node in self.effects.identical and node not in self.defined:
-            node = self.effects.aliased[node]
-        return node
-
-    def bases(self, node: Node) -> Iterator[Node]:
-        """Yield the nodes with values of their own that a use of ``node`` needs."""
-        node = self.resolve(node)
-        if node in self.defined:
-            yield node
-        elif not self.effects.is_scalar(node):
-            for arg in node.all_input_nodes:
-                yield from self.bases(arg)
-
     # Values.
 
     def enter(self, given: Mapping[int, torch.Tensor]) -> None:
@@ -226,7 +183,8 @@ class Recorder:
         self.env.update(self.inputs.bound)
         for tensor in self.statics.held:
             # Without what the caller may still do to the tensor itself, such as `cache.data = other`.
-            self.env[tensor.node] = self.recording.held[tensor.index] = given[tensor.index].detach()
+            self.env[tensor.node] = given[tensor.index].detach()
+            self.recording.held[tensor.index] = given[tensor.index].data_ptr()
         for tensor in self.statics.copied:
             memory = self.statics.memory(tensor, self.numbers)
             fill(memory, given[tensor.index])
@@ -234,16 +192,20 @@ class Recorder:
 
     def value(self, node: Node, env: Mapping[Node, Any]) -> Any:
         """Return the value of a node: kept, computed from sizes, or a view taken again from its base."""
-        node = self.resolve(node)
+        node = self.schedule.resolve(node)
         if node in env:
             return env[node]
         if self.effects.is_scalar(node):
             return self.number(self.effects.values[node])
         args, kwargs = map_arg((node.args, node.kwargs), lambda arg: self.value(arg, env))
         if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        target: Any = node.target
-        return target(*args, **kwargs)
+            made = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        else:
+            target: Any = node.target
+            made = target(*args, **kwargs)
+        if env is self.aliases:  # These hold no memory, so that a view of one may be kept for other uses.
+            self.aliases[node] = made
+        return made
 
     def number(self, value: Any) -> Any:
         if isinstance(value, tuple):
@@ -254,10 +216,12 @@ class Recorder:
 
     def bound_value(self, node: Node) -> Any:
         """Return a value for a call that outlives the recording: memory of the pool by an alias."""
-        value = self.value(node, self.env)
-        if not isinstance(value, torch.Tensor) or set(self.bases(node)) <= self.outside:
-            return value
-        return self.capturer.alias(value)
+        for base in self.schedule.bases(node):
+            if base not in self.aliases:
+                value = self.env[base]
+                is_pooled = isinstance(value, torch.Tensor) and base not in self.schedule.outside
+                self.aliases[base] = self.capturer.alias(value) if is_pooled else value
+        return self.value(node, self.aliases)
 
     def layout(self, fake: torch.Tensor) -> Layout:
         return self.statics.layout(fake, self.numbers)
@@ -293,9 +257,12 @@ class Recorder:
         return action.is_captured or (action.node.target is operator.getitem and action.node.args[0] in parents)
 
     def let_go(self, index: int) -> None:
-        """Drop what no later step needs, so that its memory can be used again."""
-        for node in [node for node in self.env if self.last_use.get(node, -1) <= index and node not in self.outside]:
-            del self.env[node]
+        """Drop what no action after this one needs, so that its memory can be used again."""
+        for done in range(self.num_settled, index + 1):
+            for node in self.schedule.dying[done]:
+                self.env.pop(node, None)
+                self.aliases.pop(node, None)
+        self.num_settled = index + 1
 
     def settle(self, action: OpAction) -> None:
         """Do once what costs no kernel: allocate, unpack, look at sizes."""
@@ -345,11 +312,11 @@ class Recorder:
         for position, value in enumerate(step.inputs):
             if isinstance(value, sympy.Symbol):
                 scratch.append(int(evaluate(value, self.numbers)))
-            elif set(self.bases(value)) <= self.outside:
+            elif self.schedule.outside.issuperset(self.schedule.bases(value)):
                 real = self.value(value, self.env)
                 scratch.append(real.clone() if position in step.written else real)
             else:
-                fake = self.effects.values[self.resolve(value)]
+                fake = self.effects.values[self.schedule.resolve(value)]
                 layout = self.layout(fake)
                 flat = torch.zeros(layout.span, dtype=fake.dtype, device=fake.device)
                 scratch.append(flat.as_strided(layout.size, layout.stride))
@@ -444,16 +411,46 @@ class Recorder:
             self.recording.outputs[node] = self.bound_value(node)
 
 
+@contextlib.contextmanager
+def recording_session(pool: Pool) -> Iterator[None]:
+    """Return a context for any number of recordings: a session of the capturer, ordinary modes of torch.
+
+    Random numbers that warm-ups draw are put back. No casts of weights are kept: autocast frees its cache when the
+    caller leaves it.
+    """
+    device = pool.device
+    devices = [] if device.type == "cpu" else [device.index]
+    is_cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"),
+            pool.capturer.session(),
+        ):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(is_cached)
+
+
 class _Segment:
     """Neighbouring actions that become one graph."""
 
     def __init__(self, recorder: Recorder, actions: Sequence[tuple[int, Action]]) -> None:
         self.recorder = recorder
         self.actions = actions
-        own = [node for _, action in actions for node in recorder.definitions(action)]
+        own = [node for _, action in actions for node in recorder.schedule.definitions(action.step)]
         end = actions[-1][0]
-        self.exports = [node for node in own if recorder.last_use.get(node, -1) > end and is_tensor(recorder, node)]
-        used = (base for _, action in actions for value in action.uses for base in recorder.bases(value))
+        self.exports = [
+            node for node in own if recorder.schedule.last_use.get(node, -1) > end and is_tensor(recorder, node)
+        ]
+        used = (
+            base
+            for _, action in actions
+            for value in recorder.schedule.uses(action.step)
+            for base in recorder.schedule.bases(value)
+        )
         self.given = [node for node in dict.fromkeys(used) if node not in set(own)]
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
@@ -478,8 +475,9 @@ class _Segment:
         keep = {*self.exports, *self.given}
         for index, action in self.actions:
             self.run_one(action, env)
-            for node in [node for node in env if node not in keep and self.recorder.last_use[node] <= index]:
-                del env[node]
+            for node in self.recorder.schedule.dying[index]:
+                if node not in keep:
+                    env.pop(node, None)
         return tuple(env[node] for node in self.exports)
 
     def run_one(self, action: Action, env: dict[Node, Any]) -> None:
@@ -501,18 +499,6 @@ class _Segment:
         result = recorder.function(node, action.op)(*args, **kwargs)
         if node not in recorder.effects.identical:
             env[node] = result
-
-
-@contextlib.contextmanager
-def _plain_modes() -> Iterator[None]:
-    """Make ordinary tensors, and keep no casts of weights: autocast frees its cache when the caller leaves it."""
-    is_cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        with torch.inference_mode(False), torch.no_grad():
-            yield
-    finally:
-        torch.set_autocast_cache_enabled(is_cached)
 
 
 def is_tensor(recorder: Recorder, node: Node) -> bool:
@@ -539,14 +525,3 @@ class _Bridge:
                     f"implementation gives {tuple(kept.shape)} and {kept.dtype}; mend the fake implementation"
                 )
             kept.copy_(fresh)
-
-
-def unpacked_at_once(nodes: Sequence[Node]) -> list[Node]:
-    """Return nodes in order, but what unpacks the results of an op right after that op."""
-    ordered: list[Node] = []
-    for node in nodes:
-        place = len(ordered)
-        if node.target is operator.getitem and node.args[0] in ordered:
-            place = 1 + max(i for i, n in enumerate(ordered) if n is node.args[0] or n.args[:1] == node.args[:1])
-        ordered.insert(place, node)
-    return ordered

@@ -20,8 +20,11 @@ _LAST_STEP = re.compile(
     r"(?P<owner>.*)(\._(parameters|buffers|modules)\['[^']*'\]|\.(?!_(parameters|buffers|modules)$)\w+)$"
 )
 """The last step of a source, where that may be an attribute of a module."""
-SAMPLE_SIZE = 8
-"""Addresses compared at every call with ``check_parameters="sample"``; N tensors take N / 8 calls."""
+SAMPLE_SIZE = 4
+"""Addresses compared at every call with ``check_parameters="sample"``; N tensors take N / 4 calls.
+
+Each is looked at rarely, so that it is in no cache: beside the launches of a device that costs more than its code.
+"""
 
 
 @dataclass
@@ -67,6 +70,13 @@ def _shape_of(value: Any) -> Any:
     if isinstance(value, (dict, set)):
         return list(value)
     return len(value) if isinstance(value, (list, tuple)) else None
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a value can only be replaced, such as the shape that a norm keeps."""
+    if isinstance(value, tuple):
+        return all(_is_constant(item) for item in value)
+    return value is None or isinstance(value, (int, float, complex, str, bytes, torch.dtype, torch.device))
 
 
 def _is_dict_of_module(source: str) -> bool:
@@ -159,7 +169,8 @@ class BoundState:
     def is_watched(self, source: str) -> bool:
         """Whether events tell of a change there: it is the target itself, or an attribute of a module."""
         step = _LAST_STEP.fullmatch(source)
-        if step is None or isinstance(self.current(source), (list, tuple, dict, set)):
+        value = self.current(source)
+        if step is None or (isinstance(value, (list, tuple, dict, set)) and not _is_constant(value)):
             return source == f"L['{TARGET}']"
         return isinstance(self.current(step["owner"]), torch.nn.Module)
 

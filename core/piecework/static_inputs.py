@@ -76,7 +76,8 @@ class Layout:
 class StaticInputs:
     """Memory for the inputs of all sizes of one model: the smaller sizes lie at the head of the largest.
 
-    Calls of one pool run one after the other, and each copies what it reads.
+    Calls of one pool run one after the other, and each copies what it reads. It is ordinary memory and none of
+    the pool's, where the result of another captured call, which may be what is copied, could overlap it.
     """
 
     def __init__(self, inputs: GraphInputs, paths: Mapping[int, str], config: CompilationConfig, pool: Pool) -> None:
@@ -109,8 +110,8 @@ class StaticInputs:
         layout = self.layout(tensor.fake, numbers)
         buffer = self.buffers.get(tensor.index)
         if buffer is None or buffer.numel() < layout.span:
-            buffer = self.buffers[tensor.index] = self.pool.empty(tensor.fake, (layout.span,), (1,))
-            buffer.zero_()
+            buffer = torch.zeros(layout.span, dtype=tensor.fake.dtype, device=tensor.fake.device)
+            self.buffers[tensor.index] = buffer
         return buffer.as_strided(layout.size, layout.stride)
 
     def layout(self, fake: torch.Tensor, numbers: Numbers) -> Layout:
@@ -169,6 +170,10 @@ def evaluate(expression: sympy.Basic, numbers: Numbers) -> int | float | bool:
     Raises:
         UnknownSizeError: a symbol stands for something that follows from data.
     """
+    if isinstance(expression, sympy.Symbol) and expression in numbers:
+        return int(numbers[expression])
+    if isinstance(expression, sympy.Integer):
+        return int(expression)
     given = expression.xreplace(dict(numbers))
     if given.free_symbols:
         raise UnknownSizeError(f"the size {', '.join(map(str, given.free_symbols))} follows from data")

@@ -16,6 +16,7 @@ from piecework.errors import PieceworkError
 from piecework.implementations import hook_arguments
 from piecework.plugins import PluginInfo, PluginManager
 from piecework.settings import plugin_selection
+from piecework.tools.bench.commands import bench_app
 from piecework.tools.env import env_command
 
 app = typer.Typer(
@@ -43,6 +44,7 @@ def _commands() -> None:
 
 # Commands that live in modules of their own are registered here.
 app.command("env")(env_command)
+app.add_typer(bench_app, name="bench")
 
 
 @app.command("plugins")

@@ -64,9 +64,10 @@ class CudaGraphCapturer(Capturer):
             self._is_in_session = True
             try:
                 self._stream.wait_stream(caller)
-                with torch.cuda.stream(self._stream), garbage_collection_off():
+                with torch.cuda.stream(self._stream), garbage_collection_off(), _no_warning_of_empty_graphs():
                     self._prepare()
-                    yield
+                    with self._driver_memory.measured():
+                        yield
             finally:
                 self._is_in_session = False
                 caller.wait_stream(self._stream)
@@ -79,8 +80,9 @@ class CudaGraphCapturer(Capturer):
         """
         self._pool_in_session("capture")
         graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), self._driver_memory.measured(graph):
+        with torch.no_grad():
             results = self._record(graph, fn)
+        self._driver_memory.add(graph)
         inputs = fn.inputs if isinstance(fn, Recordable) else ()
         return Capture(internals.replay_of(graph), tuple(_writable(result, inputs) for result in results))
 
@@ -165,7 +167,8 @@ class CudaGraphCapturer(Capturer):
         num_uses = pool.num_uses
         try:
             internals.begin_capture(graph, pool.id)
-            results = tuple(fn())
+            # An alias has no place for a conjugation that is still to be done.
+            results = tuple(result.resolve_conj().resolve_neg() for result in fn())
         except BaseException as error:
             refusal = self._end(graph, pool, num_uses)
             graph.reset()  # The traceback keeps the graph.
@@ -181,10 +184,11 @@ class CudaGraphCapturer(Capturer):
     def _end(self, graph: torch.cuda.CUDAGraph, pool: GraphPool, num_uses: int) -> RuntimeError | None:
         """End a capture, and return what the device says against it; the capturer is usable in any case."""
         try:
-            with torch.cuda.stream(self._stream), warnings.catch_warnings():
-                # A piece may do nothing.
-                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            if self.current_stream() == self._stream.cuda_stream:
                 graph.capture_end()
+            else:  # An exception left another one current.
+                with torch.cuda.stream(self._stream):
+                    graph.capture_end()
         except RuntimeError as error:
             logger.debug("a capture was refused, later ones get a new pool: %s", error)
             pool.abandon(graph, num_uses)
@@ -193,6 +197,13 @@ class CudaGraphCapturer(Capturer):
             self._pool = GraphPool(self.device)
             return error
         return None
+
+
+@contextlib.contextmanager
+def _no_warning_of_empty_graphs() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # A piece may do nothing.
+        yield
 
 
 @contextlib.contextmanager

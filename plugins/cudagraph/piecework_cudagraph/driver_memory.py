@@ -12,27 +12,36 @@ __all__ = ["DriverMemory"]
 
 
 class DriverMemory:
-    """Counts by how much the free memory of a device shrank around captures, less what torch took.
+    """Counts by how much the free memory of a device shrank in sessions, less what torch took.
 
-    An approximation: the driver takes memory in large steps, for many graphs at a time, other processes may allocate
-    meanwhile, and modules that are loaded during a capture count too.
+    An approximation: the driver takes memory in large steps, other processes may allocate meanwhile, and modules that
+    are loaded during a session count too. The graphs of a session share what it took.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._bytes: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, int] = weakref.WeakKeyDictionary()
+        self._bytes: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, float] = weakref.WeakKeyDictionary()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     @property
     def num_bytes(self) -> int:
         """The sum over the graphs that still exist."""
-        return sum(self._bytes.values())
+        return round(sum(self._bytes.values()))
+
+    def add(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Let a graph have its share of what the session takes."""
+        self._graphs.append(graph)
 
     @contextlib.contextmanager
-    def measured(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Count what is taken in the block for a graph."""
+    def measured(self) -> Iterator[None]:
+        """Count what is taken in the block for the graphs that are added in it."""
         before = self._taken()
-        yield
-        self._bytes[graph] = max(0, self._taken() - before)
+        try:
+            yield
+        finally:
+            taken = max(0, self._taken() - before)
+            self._bytes.update({graph: taken / len(self._graphs) for graph in self._graphs})
+            self._graphs.clear()
 
     def _taken(self) -> int:
         """Return what is in use besides torch's memory, but for a constant."""

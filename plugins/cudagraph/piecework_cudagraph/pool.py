@@ -6,6 +6,7 @@ destroys objects in any order. So a pool is never destroyed but by ``destroy_unu
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import sys
 import weakref
@@ -57,7 +58,8 @@ class GraphPool:
     def holds(self, address: int) -> bool:
         """Whether an address lies in the pool."""
         if not self._knows(address):
-            self._segments = [(s["address"], s["address"] + s["total_size"]) for s in self._snapshot()]
+            segments = ((s["address"], s["address"] + s["total_size"]) for s in self._snapshot())
+            self._segments = sorted(segments)
         return self._knows(address)
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -81,7 +83,8 @@ class GraphPool:
             internals.release_use(self._device.index, self.id)
 
     def _knows(self, address: int) -> bool:
-        return any(start <= address < stop for start, stop in self._segments)
+        at = bisect.bisect_right(self._segments, (address, sys.maxsize)) - 1
+        return at >= 0 and address < self._segments[at][1]
 
     def _snapshot(self) -> list[dict[str, int]]:
         return self._pool.snapshot(include_traces=False)
@@ -89,9 +92,11 @@ class GraphPool:
 
 def with_storage(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the form of another one over a storage; writable in and outside of inference mode."""
-    with torch.inference_mode(False), torch.no_grad():
-        made = torch.empty(0, dtype=like.dtype, device=like.device)
-        return made.set_(storage, like.storage_offset(), like.size(), like.stride())
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            return with_storage(storage, like)
+    made = torch.empty(0, dtype=like.dtype, device=like.device)
+    return made.set_(storage, like.storage_offset(), like.size(), like.stride())
 
 
 class _Bytes:

@@ -30,7 +30,8 @@ def compile_graph(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], co
         example.detach() if isinstance(example, torch.Tensor) and example.requires_grad else example
         for example in example_inputs
     ]
-    options = {"config_patches": {**config, "triton.cudagraphs": False}}
+    # The harness is a main program in each generated file; torch 2.11 can't write it for inputs that are written to.
+    options = {"config_patches": {"benchmark_harness": False, **config, "triton.cudagraphs": False}}
     try:
         return standalone_compile(graph, inputs, dynamic_shapes="from_graph", options=options)
     except InductorError as error:

@@ -1,0 +1,158 @@
+"""The commands ``bench dispatch`` and ``bench toy-llama``; nothing heavy is imported before one of them runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from piecework.errors import ConfigError
+
+__all__ = ["bench_app"]
+
+bench_app = typer.Typer(
+    help="Measure what a forward costs on the host, beside other ways to run the same model.", no_args_is_help=True
+)
+
+DEFAULT_SIZES = "1,2,4,8-256:8"
+
+Json = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")]
+Only = Annotated[str | None, typer.Option(help="Names of contenders, separated by commas.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Few rounds: to see that everything runs.")]
+Rounds = Annotated[int | None, typer.Option(min=1, help="Batches of each contender; by default 100, on a CPU 20.")]
+Layers = Annotated[str, typer.Option(help="Numbers of layers, separated by commas.")]
+
+
+@bench_app.command("toy-llama")
+def toy_llama_command(
+    layers: Layers = "32",
+    hidden: Annotated[int, typer.Option(min=1, help="Width of a row.")] = 256,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of a call.")] = 8,
+    device: Annotated[str, typer.Option(help="'cuda', 'cpu', or 'auto': CUDA where there is a device.")] = "auto",
+    rounds: Rounds = None,
+    only: Only = None,
+    quick: Quick = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Measure memory and captures of many sizes besides the contenders.")
+    ] = False,
+    sizes: Annotated[str, typer.Option(help="For --memory: numbers, and ranges START-STOP:STEP.")] = DEFAULT_SIZES,
+    piece_compiler: Annotated[str | None, typer.Option(help="As in CompilationConfig.")] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Compile the pieces of all contenders for this number of rows.")
+    ] = False,
+    plugin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A module to register as a plugin, such as piecework_cudagraph. Only where the packages are on the "
+            "path without being installed: installed plugins are found. Repeatable."
+        ),
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Run a toy Llama in every way that there is, each checked against eager before it is timed.
+
+    Host time is that of submitting a forward: contenders take turns in another order each round, and the device is
+    drained between batches, so that its queue never blocks. Device time is measured by events around 20 calls back to
+    back, for what is one graph. All figures are medians. At each switch a contender is called a few times first: what
+    another one left in the caches is not its doing.
+
+    Pieces that are captured as one graph, by Piecework or by hand, are compiled for this number of rows, as Inductor
+    compiles for its own graphs; the others have code for any number of rows, unless --exact asks for more.
+    torch-compile has code for this number alone, torch-compile-varied what torch.compile makes once sizes vary.
+
+    The parts of one forward come from variants of the same captured call that leave something out. select: the
+    checked entry and the look-up, with a plan that returns at once. finish: the plan's function without its
+    replays and ops, called with the static input itself: its lock, clones and counts. copy: how much more that takes
+    with an input to copy. replay: the replays alone, in a loop. splitting ops: the ops alone. rest: what the whole
+    call takes besides these.
+
+    On a CPU, captures are emulated and torch has one thread: everything runs, but only the ways to call it mean
+    something.
+    """
+    import torch
+
+    from piecework.tools.bench.contenders import CONTENDERS, Bench
+    from piecework.tools.bench.measure import Measured, Run, measure
+    from piecework.tools.bench.memory import MemoryFigures, measure_memory
+    from piecework.tools.bench.model import Case
+    from piecework.tools.bench.output import as_json, print_memory, print_run, write_json
+    from piecework.tools.bench.plugins import Plugins
+
+    console = _console()
+    on = _device(device)
+    if on.type == "cpu":
+        torch.set_num_threads(1)
+    dtype = torch.bfloat16 if on.type == "cuda" else torch.float32
+    builders = _chosen(CONTENDERS, only)
+    num_rounds = rounds or (3 if quick else 100 if on.type == "cuda" else 20)
+    plugins = Plugins(on, tuple(plugin or ()))
+    settings: dict[str, Any] = {"piece_compiler": piece_compiler, "exact": exact}
+
+    def tell(measured: Measured) -> None:
+        console.print(f"  {measured.name}: {'right' if measured.status == 'timed' else measured.status}", markup=False)
+
+    runs: list[Run] = []
+    memories: list[MemoryFigures] = []
+    for num_layers in numbers(layers):
+        case = Case(num_layers, hidden, rows, on, dtype)
+        console.print(f"{num_layers} layers, {hidden} wide, {rows} rows, {dtype} on {on}", markup=False)
+        with plugins.in_use():
+            runs.append(measure(Bench(case, plugins, **settings), builders, num_rounds=num_rounds, on_built=tell))
+            print_run(console, runs[-1], title=f"{num_layers} layers")
+            torch.compiler.reset()
+            if memory:
+                several = numbers(sizes)
+                largest = Case(num_layers, hidden, max(several), on, dtype)
+                memories.append(measure_memory(Bench(largest, plugins, piece_compiler=piece_compiler), several))
+                print_memory(console, memories[-1])
+                torch.compiler.reset()
+    if json is not None:
+        arguments = {"layers": layers, "hidden": hidden, "rows": rows, "rounds": num_rounds, "exact": exact}
+        write_json(as_json(runs, memories, command="toy-llama", device=on, dtype=str(dtype), **arguments), json)
+
+
+def _console() -> Console:
+    """Return where tables are printed; a file or a pipe has room for their notes."""
+    console = Console()
+    return console if console.is_terminal else Console(width=150)
+
+
+def numbers(text: str) -> list[int]:
+    """Read numbers and ranges: ``1,2,4,8-256:8``.
+
+    Raises:
+        ConfigError: something else is written.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        try:
+            span, _, step = part.partition(":")
+            start, dash, stop = span.partition("-")
+            found += range(int(start), int(stop) + 1, int(step or 1)) if dash else [int(part)]
+        except ValueError:
+            found.append(0)
+        if not found or min(found) < 1:
+            raise ConfigError(f"numbers such as 1,2,4 or a range such as 8-256:8 are meant, got {part!r} in {text!r}")
+    return found
+
+
+def _device(name: str) -> Any:
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if name not in ("cpu", "cuda"):
+        raise ConfigError(f"--device must be 'auto', 'cuda' or 'cpu', got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device; leave it out to run on the CPU")
+    return torch.device("cuda", 0) if name == "cuda" else torch.device("cpu")
+
+
+def _chosen(builders: Any, only: str | None) -> dict[str, Any]:
+    names = list(builders) if only is None else only.split(",")
+    unknown = [name for name in names if name not in builders]
+    if unknown:
+        raise ConfigError(f"--only: there is no contender {unknown[0]!r}; the contenders are {', '.join(builders)}")
+    return {name: builder for name, builder in builders.items() if name in names}
