@@ -106,13 +106,13 @@ def toy_llama_command(
         with plugins.in_use():
             runs.append(measure(Bench(case, plugins, **settings), builders, num_rounds=num_rounds, on_built=tell))
             print_run(console, runs[-1], list(bounds_of_run(runs[-1])))
-            torch._dynamo.reset()
+            torch.compiler.reset()
             if memory:
                 several = numbers(sizes)
                 largest = Case(num_layers, hidden, max(several), on, dtype)
                 memories.append(measure_memory(Bench(largest, plugins, piece_compiler=piece_compiler), several))
                 print_memory(console, memories[-1])
-                torch._dynamo.reset()
+                torch.compiler.reset()
     if json is not None:
         bounds = [bound for run in runs for bound in bounds_of_run(run)]
         bounds += [bound for one in memories for bound in bounds_of_memory(one)]
@@ -162,7 +162,7 @@ def dispatch_command(
             tell = _teller(console, "made")
             runs.append(measure(bench, builders, num_rounds=num_rounds, is_checked=False, on_built=tell))
         print_run(console, runs[-1], list(bounds_of_dispatch(runs[-1])))
-        torch._dynamo.reset()
+        torch.compiler.reset()
     if json is not None:
         bounds = [bound for run in runs for bound in bounds_of_dispatch(run)]
         arguments = {"layers": layers, "hidden": hidden, "rows": rows, "rounds": num_rounds}

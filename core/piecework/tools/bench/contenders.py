@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from piecework import torch_internals as internals
 from piecework.config import CompilationConfig
 from piecework.pieces import SplittingOp
 from piecework.plugins import plugin_manager
@@ -126,7 +127,7 @@ class Bench:
     def stitched_model(self) -> tuple[Callable[..., Any], Stitched, torch.Tensor]:
         """Return the stitched reference behind ``torch.compile``, as it is, and what it was called with."""
         ids, model = self.new_ids(), build(self.case, self.op.packet)
-        torch._dynamo.mark_dynamic(ids, 0)
+        internals.mark_dynamic(ids, 0)
         backend = Stitched(self.op.name, self.config(), self.pool)
         forward = torch.compile(model.forward, backend=backend, fullgraph=True)
         forward(ids)
@@ -179,13 +180,13 @@ class Bench:
         forward(ids)
         return Contender(lambda: forward(ids), ids, is_one_graph=is_one_graph, note=self.code_for(is_full=True))
 
-    def torch_compiled_varied(self) -> Contender:
+    def torch_compiled_varied(self, **options: Any) -> Contender:
         """Return the whole model under ``torch.compile`` as a program has it whose sizes vary: with general code."""
         rows = self.case.rows
         if rows == 1:
             raise SkipContender("torch.compile gives a single row code of its own, whatever it was called with before")
         ids, model = self.new_ids(), build(self.case, self.op.packet)
-        forward = torch.compile(model.forward)
+        forward = torch.compile(model.forward, **options)
         for num_rows in (2 * rows, 3 * rows):  # The second of them makes the code general.
             forward(ids.repeat(num_rows // rows))
         with torch.compiler.set_stance("fail_on_recompile"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from piecework import torch_internals as internals
 from piecework.capturing import Capture, CaptureMemory, Capturer
 from piecework.hookspecs import hookimpl
 from piecework.pieces import CompiledPiece, Piece
@@ -71,7 +72,7 @@ def guards_alone(bench: Bench) -> Contender:
     """Return the forward under ``torch.compile``, with general code that does nothing behind live guards."""
     ids, model = bench.new_ids(), build(bench.case, bench.op.packet)
     result = (torch.zeros(bench.case.rows, bench.case.vocab, dtype=bench.case.dtype, device=bench.case.device),)
-    torch._dynamo.mark_dynamic(ids, 0)
+    internals.mark_dynamic(ids, 0)
     forward = torch.compile(model.forward, backend=lambda graph, example_inputs: lambda *args: result, fullgraph=True)
     forward(ids)
     return Contender(lambda: forward(ids), ids, note="guards and parameters, then nothing")
