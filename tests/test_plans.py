@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +21,8 @@ import models  # noqa: F401 - registers the ops
 import piecework
 import piecework_silly_attention as op
 from piecework import CaptureError, CompilationConfig, SplittingOp, counters, set_compile_context, testing
+from piecework.api import forward_of
+from piecework.plans import Plans
 
 ROOT = Path(__file__).parents[1]
 OPS = ("models::attn", "models::scale3", "models::pair")
@@ -54,6 +58,12 @@ def compiled(model: Any = None, **settings: Any) -> tuple[Any, Any]:
     return piecework.compile(model, config=config(**settings), dynamic_arg_dims={"x": 0}), model
 
 
+def plans_of(call: Any) -> Plans:
+    made = forward_of(call, "test").compiled
+    assert made is not None and made.plans is not None
+    return made.plans
+
+
 def check(call: Any, model: Any, *sizes: int) -> None:
     for size in sizes:
         x = torch.randn(size, 4)
@@ -62,6 +72,8 @@ def check(call: Any, model: Any, *sizes: int) -> None:
 
 @functools.cache
 def example(name: str) -> ModuleType:
+    if name in sys.modules:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, ROOT / f"examples/{name}.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where Dynamo looks for its globals
@@ -117,7 +129,9 @@ def test_a_size_seen_three_times_is_captured_by_default() -> None:
         check(call, model, 2, 3, 2)
 
 
-def test_a_decorated_class_captures_nothing_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decorated_class_captures_nothing_unasked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("PIECEWORK_LEVEL", "3")
     monkeypatch.setenv("PIECEWORK_CONFIG", '{"piece_compiler": "eager", "splitting_ops": []}')
 
@@ -130,6 +144,10 @@ def test_a_decorated_class_captures_nothing_unasked(monkeypatch: pytest.MonkeyPa
     with counters.expect(num_graph_captures=0):
         for _ in range(5):
             model(torch.zeros(3))
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "nothing is captured on cpu, since no sizes are named; call it in" in said
+    with counters.expect(num_graph_captures=1), piecework.set_compile_context([3]):
+        model(torch.zeros(3))
 
 
 @pytest.mark.parametrize("settings", [{"capture_sizes": ()}, {"capturer": "none", "capture_sizes": (2,)}])
@@ -369,11 +387,25 @@ def test_release_gives_the_memory_back_and_starts_anew() -> None:
     check(call, model, 2)
     memory = piecework.report(call).memory
     assert memory is not None and memory.pool_bytes > 0
-    plans = piecework.api.forward_of(call, "test").compiled.plans
+    plans = plans_of(call)
     piecework.release(call)
     assert plans.pool.capturer.memory().pool_bytes == 0
     with counters.expect(num_graphs_seen=1, num_graph_captures=3):
         check(call, model, 2)
+
+
+def test_graphs_are_gone_as_soon_as_they_are_released() -> None:
+    call, model = independent()
+    check(call, model, 3, 4, 3)
+    plans = plans_of(call)
+    recording = weakref.ref(plans.plans[4].recording)
+    del plans
+    gc.disable()
+    try:
+        piecework.release(call)
+        assert recording() is None
+    finally:
+        gc.enable()
 
 
 # --- threads ---

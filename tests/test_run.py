@@ -16,7 +16,7 @@ from torch import nn
 from piecework import CompiledPiece, Piece, SplittingOp, TraceDepartureError, hookimpl
 from piecework.run import StraightLine
 from piecework.testing import plugins
-from split_models import check_like_eager, check_pieces, compiled_by, compiled_state, ops, rows, spied
+from split_models import CUTS, check_like_eager, check_pieces, compiled_by, compiled_state, ops, rows, spied
 
 
 class Model(nn.Module):
@@ -249,6 +249,49 @@ def test_random_models_are_like_eager(code: Code, sizes: tuple[int, ...]) -> Non
     split = compiled_state(compiled).split
     assert split is not None
     check_pieces(split)
+
+
+class Written(nn.Module):
+    """A random program that also writes to its input and to a buffer."""
+
+    total: torch.Tensor
+
+    def __init__(self, code: Code) -> None:
+        super().__init__()
+        self.code = code
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.total.add_(x.mean())
+        x.mul_(0.5)
+        return interpret(self.code, x + self.total), x
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    code=st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 9), st.integers(0, 4)), max_size=7),
+    sizes=st.tuples(st.integers(2, 5), st.integers(1, 9), st.integers(2, 9)),
+    capturable=st.booleans(),
+)
+def test_random_models_that_are_captured_are_like_eager(code: Code, sizes: tuple[int, ...], capturable: bool) -> None:
+    torch._dynamo.reset()
+    model, reference = Written(code), Written(code)
+    cuts = [SplittingOp(name, capturable=capturable) for name in CUTS]
+    with plugins(), torch.no_grad():
+        compiled = compiled_by(model, cuts=cuts, capture_sizes=(1, 2, 3, 4, 5), max_padding_ratio=1)
+        kept = []
+        for n in (*sizes, *sizes):
+            x, expected_x = rows(n), rows(n)
+            try:
+                result = compiled(x)
+            except TraceDepartureError as error:
+                if n != 1 or "the trace holds for rows" not in str(error):
+                    raise
+                continue
+            kept.append((result, reference(expected_x)))
+            assert result[1] is x
+            torch.testing.assert_close((x, model.total), (expected_x, reference.total))
+        torch.testing.assert_close([result for result, _ in kept], [expected for _, expected in kept])
 
 
 @pytest.mark.parametrize("num_outputs", [0, 1, 2])

@@ -156,7 +156,7 @@ class _Finder(Interpreter):
             # An item of an op with several results is what the op gave, be it fresh or a view.
             parent = node.args[0]
             assert isinstance(parent, Node)
-            if parent in self.effects.aliased:
+            if self.effects.is_view(parent):  # else it stays with an op that is not run again to look at one item
                 self.effects.aliased[node] = parent
             return
         if keys <= {internals.storage_key(tensor) for _, tensor in sharing}:

@@ -33,6 +33,8 @@ class Entry:
     function: Callable[..., Any]
     source: str
     namespace: dict[str, Any]
+    explain: Callable[[Sequence[Any]], str | None]
+    """Returns in words how the arguments of a call, in the order of parameters, or its autocast differ; or None."""
 
 
 def make_entry(
@@ -100,7 +102,7 @@ def make_entry(
     if plans is not None:
         exec(generator.uncaptured_source(), namespace)
         plans.uncaptured = namespace["_pw_uncaptured"]
-    return Entry(namespace["forward"], source, namespace)
+    return Entry(namespace["forward"], source, namespace, checks.explain)
 
 
 @dataclass

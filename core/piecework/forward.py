@@ -143,11 +143,10 @@ class Forward:
             TraceDepartureError: they differ from the traced call.
         """
         _, values = describe_call(signature_of(self.target), self.dims, args, kwargs, owner=self.owner)
-        arguments = compiled.trace.arguments
-        problem = arguments.explain(list(values.values()))
+        problem = compiled.entry.explain(list(values.values()))
         if problem is not None:
             raise TraceDepartureError(f"{self.owner}: {problem}")
-        return arguments.tensors_in(values)
+        return compiled.trace.arguments.tensors_in(values)
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
         """Return what answers calls from now on; None where this call has zero rows and can't be traced."""

@@ -27,16 +27,20 @@ Key = Any
 
 @dataclass
 class Variant:
-    """Answers the calls of one size: those of the plan itself, or those that are padded up to it."""
+    """Answers the calls of one size: those of the plan itself, or those that are padded up to it.
 
-    plan: Plan
+    It does not refer to the plan, so that graphs are gone as soon as a plan and its functions are dropped.
+    """
+
     key: Key
+    plan_key: Key
+    recording: Recording
     num_calls: int = 0
 
     @property
     def is_padded(self) -> bool:
         """Whether calls have fewer rows than the plan."""
-        return self.key != self.plan.key
+        return self.key != self.plan_key
 
 
 @dataclass
@@ -94,7 +98,7 @@ class PlanFunctions:
             numbers: the value of each symbol at the size of the calls.
             bound: the parameters and buffers.
         """
-        memory = variant.plan.recording
+        memory = variant.recording
         namespace: dict[str, Any] = {
             "take": self.pool.lock.acquire,
             "let_go": self.pool.lock.release,

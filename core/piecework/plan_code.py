@@ -8,6 +8,7 @@ from __future__ import annotations
 import linecache
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -75,14 +76,14 @@ class PlanCode:
     """The source of a plan's function, the same for all sizes of a model that are copied in the same way."""
 
     source: str
-    filename: str
+    code: CodeType
     results: Results
 
     def function(self, namespace: Mapping[str, Any]) -> Callable[..., tuple[Any, ...]]:
         """Return the function over the memory of one size."""
         space = {**self.results.namespace, **internals.EXPRESSION_NAMESPACE, **namespace}
-        exec(compile(self.source, self.filename, "exec"), space)
-        return space["run"]
+        exec(self.code, space)
+        return space.pop("run")  # Else the function and what it refers to would hold each other.
 
 
 def plan_code(
@@ -144,7 +145,7 @@ def plan_code(
     source = "\n".join(lines) + "\n"
     filename = f"<piecework plan of {name}{' with padding' if is_padded else ''}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-    return PlanCode(source, filename, results)
+    return PlanCode(source, compile(source, filename, "exec"), results)
 
 
 def _copies(copied: Sequence[GraphTensor], is_padded: bool) -> list[str]:

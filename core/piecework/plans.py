@@ -24,7 +24,7 @@ from piecework.inputs import GraphInputs, key_of_values, size_values
 from piecework.padding import Padding
 from piecework.plan import Key, Plan, PlanFunctions, Variant, cut, numbers_of
 from piecework.pool import Pool
-from piecework.process_settings import compile_context, is_frozen
+from piecework.process_settings import compile_context, is_first_time, is_frozen
 from piecework.recorder import Recorder, Recording, Run, recording_session
 from piecework.refusals import Refusals
 from piecework.schedule import Schedule
@@ -101,6 +101,8 @@ class Plans:
         self.functions: dict[Key, Callable[..., Any]] = {}
         """What answers calls, by size: the one look-up of a call."""
         self.plans: dict[Key, Plan] = {}
+        self.settled: dict[Key, str] = {}
+        """Sizes that run uncaptured outside of a compile context, and why; until something is captured or dropped."""
         self.num_seen: Counter[Key] = Counter()
         self.num_uncaptured: defaultdict[Key, Counter[str]] = defaultdict(Counter)
         """Calls that ran uncaptured, by size and reason."""
@@ -132,6 +134,8 @@ class Plans:
             StaleCaptureError: what was captured is stale, and ``freeze`` forbids to capture again.
         """
         key = self.key_of(given)
+        if (why_not := self.settled.get(key)) is not None and compile_context() is None:
+            return self.note_uncaptured(key, why_not, uncaptured)
         if not self.pool.wait():
             return self.note_uncaptured(key, IN_USE, uncaptured)
         try:
@@ -178,8 +182,21 @@ class Plans:
             self.num_seen[key] += 1
             if self.num_seen[key] >= SEEN_BEFORE_CAPTURE:
                 return (key, "", False) if self.may_capture(key) else (None, self.why_left_out(key), False)
-            why_not = why_not or f"captured when seen {SEEN_BEFORE_CAPTURE} times"
-        return None, why_not or "not among the sizes to capture", False
+            return None, why_not or f"captured when seen {SEEN_BEFORE_CAPTURE} times", False
+        why_not = why_not or "not among the sizes to capture"
+        if compile_context() is None:
+            self.settled[key] = why_not
+            self.say_that_nothing_is_captured()
+        return None, why_not, False
+
+    def say_that_nothing_is_captured(self) -> None:
+        """Say once how to name sizes, where nobody did: a decorated class captures nothing unasked."""
+        if self.config.capture_sizes is None and not self.plans and is_first_time("nothing is captured"):
+            logger.warning(
+                "%s: nothing is captured on %s, since no sizes are named; call it in "
+                '`with piecework.set_compile_context([...]):`, or set capture_sizes, "auto" too',
+                *(self.owner, self.pool.device),
+            )
 
     def why_not_now(self, given: Mapping[int, torch.Tensor]) -> str | None:
         """Return why nothing can be captured at this call: what it reads would be written over.
@@ -190,8 +207,10 @@ class Plans:
         lent = [tensor for tensor in self.statics.tensors.values() if self.pool.lends(given[tensor.index])]
         for tensor in lent:
             tensor.is_copied = True
+        if not lent:
+            return None
         paths = ", ".join(tensor.path for tensor in lent)
-        return f"argument {paths} is a result in memory that captures re-use (static_outputs)" if lent else None
+        return f"argument {paths} is a result in memory that captures re-use (static_outputs); clone it"
 
     def wanted(self, key: Key) -> list[Key]:
         """Return the sizes to capture: those of the settings, else of the compile context around this call."""
@@ -285,6 +304,7 @@ class Plans:
         plan = Plan(key, self.numbers_of(key), recording, time.perf_counter() - start, before, after)
         counters.num_graph_captures += recording.num_graphs
         self.plans[key] = plan
+        self.settled.clear()
         self.num_recaptures += key in self.stale
         self.stale.discard(key)
         self.function_of(key, plan)
@@ -441,7 +461,7 @@ class Plans:
 
     def function_of(self, key: Key, plan: Plan) -> Callable[..., Any]:
         """Return what answers calls of a size by a plan of that many rows, or more."""
-        variant = plan.variants.setdefault(key, Variant(plan, key))
+        variant = plan.variants.setdefault(key, Variant(key, plan.key, plan.recording))
         self.functions[key] = function = self.make.function(variant, self.numbers_of(key), self.bound())
         if self.is_outdated:  # by another thread, since the plan was looked up
             self.functions.clear()
@@ -463,7 +483,7 @@ class Plans:
 
     def after_move(self, variant: Variant, given: Sequence[Any]) -> Callable[..., Any]:
         """Return what answers a call whose held inputs are at other addresses than at the capture."""
-        held, now = variant.plan.recording.held, self.by_position(given)
+        held, now = variant.recording.held, self.by_position(given)
         moved = [i for i, address in held.items() if now[i].data_ptr() != address]
         if moved and is_frozen():
             paths = ", ".join(self.statics.tensors[index].path for index in moved)
@@ -472,7 +492,7 @@ class Plans:
         for index in moved:
             self.statics.note_move(self.statics.tensors[index], self.owner)
         if moved:
-            self.drop(variant.plan)
+            self.drop(self.plans[variant.plan_key])
         return self.choose(given, self.uncaptured)
 
     def refuse_stale(self, key: Key, why: str) -> None:
@@ -486,11 +506,13 @@ class Plans:
     def drop(self, plan: Plan) -> None:
         """Forget a plan; it is captured again when its size comes next."""
         self.plans.pop(plan.key, None)
+        self.settled.clear()
         self.budget.taken.pop(plan.key, None)
         self.stale.add(plan.key)
         for key, variant in plan.variants.items():
             self.functions.pop(key, None)
             self.num_earlier_calls[plan.key, key] += variant.num_calls
+        plan.variants.clear()  # They hold the plan, so that it would stay until garbage is collected.
 
     def drop_all(self) -> None:
         """Forget every plan, since what they read was replaced or moved; does not wait for those that run.
@@ -509,8 +531,8 @@ class Plans:
     def give_back(self) -> None:
         """Give up all memory; waits for calls that run."""
         with self.pool.lock:
-            self.functions.clear()
-            self.plans.clear()
+            for plan in list(self.plans.values()):
+                self.drop(plan)
             self.budget.taken.clear()
             self.statics.buffers.clear()
             self.pool.leave(self)

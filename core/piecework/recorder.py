@@ -30,7 +30,7 @@ from piecework.pool import Pool
 from piecework.refusals import Refusals, refused_op
 from piecework.schedule import OpStep, Schedule
 from piecework.split import PieceStep, SplitGraph
-from piecework.static_inputs import Layout, Numbers, StaticInputs, UnknownSizeError, evaluate, fill
+from piecework.static_inputs import Layout, Numbers, StaticInputs, UnknownSizeError, base_of, evaluate, fill
 
 logger = logging.getLogger(__name__)
 
@@ -199,9 +199,13 @@ class Recorder:
             return self.number(self.effects.values[node])
         args, kwargs = map_arg((node.args, node.kwargs), lambda arg: self.value(arg, env))
         if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        target: Any = node.target
-        return target(*args, **kwargs)
+            made = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        else:
+            target: Any = node.target
+            made = target(*args, **kwargs)
+        if env is self.aliases:  # These hold no memory, so that a view of one may be kept for other uses.
+            self.aliases[node] = made
+        return made
 
     def number(self, value: Any) -> Any:
         if isinstance(value, tuple):
@@ -224,8 +228,6 @@ class Recorder:
 
     def memory_for(self, fake: torch.Tensor) -> torch.Tensor:
         layout = self.layout(fake)
-        if layout.repeats:
-            raise CaptureError("an expanded tensor is handed on between pieces, for which no memory can be set aside")
         return self.pool.empty(fake, layout.size, layout.stride)
 
     # Steps.
@@ -346,17 +348,25 @@ class Recorder:
         node = action.node
         args, kwargs = map_arg((node.args, node.kwargs), self.bound_value)
         call = functools.partial(self.function(node, action.op), *args, **kwargs)
-        if node in self.effects.aliased:
-            if node not in self.effects.identical:
-                self.env[node] = self.view_of(node)
+        if node in self.effects.identical:
             self.recording.steps.append(call)
             return
         result = self.effects.values[node]
-        kept = [self.memory_for(fake) for fake in tensors_in(result)]
         self.check_result(node, result)
-        remaining = iter(kept)
+        pairs = [
+            (fake, self.holder_of(key, node))
+            for fake, key in zip(tensors_in(result), self.effects.storages[node], strict=True)
+        ]
+        try:
+            kept = [self.memory_for(fake) if source is None else None for fake, source in pairs]
+        except UnknownSizeError as error:
+            raise CaptureError(f"what {op_name(node)} gives has no memory set aside: {error}{line_of(node)}") from error
+        remaining = iter(
+            [self.view_of(*pair) if memory is None else memory for pair, memory in zip(pairs, kept, strict=True)]
+        )
         self.env[node] = internals.pytree.tree_map_only(torch.Tensor, lambda _: next(remaining), result)
-        self.recording.steps.append(self.bridged(call, kept) if kept and node.users else call)
+        is_bridged = any(memory is not None for memory in kept) and node.users
+        self.recording.steps.append(self.bridged(call, kept) if is_bridged else call)
 
     def piece_argument(self, value: Node | sympy.Symbol) -> Any:
         if isinstance(value, sympy.Symbol):
@@ -368,19 +378,23 @@ class Recorder:
         if node.users and not all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves):
             raise CaptureError(f"{op_name(node)} gives a number{line_of(node)}, which a graph can't follow")
 
-    def view_of(self, node: Node) -> torch.Tensor:
+    def holder_of(self, key: int | None, node: Node) -> Node | None:
+        """Return the argument of an op that a result shares memory with; None for a fresh one."""
+        return next((arg for arg in node.all_input_nodes if key in self.effects.storages[arg]), None)
+
+    def view_of(self, fake: torch.Tensor, source: Node | None) -> torch.Tensor:
         """Return the view that an op gives of one of its arguments."""
-        source = self.effects.aliased[node]
+        assert source is not None
         base = self.value(source, self.env)
-        offsets = (self.effects.values[one].storage_offset() for one in (node, source))
+        offsets = (one.storage_offset() for one in (fake, self.effects.values[source]))
         ahead, start = (self.statics.number(offset, self.numbers) for offset in offsets)
-        layout = self.layout(self.effects.values[node])
+        layout = self.layout(fake)
         return base.as_strided(layout.size, layout.stride, base.storage_offset() + ahead - start)
 
-    def bridged(self, call: Callable[[], Any], kept: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """Return a call whose fresh results are copied into static memory."""
-        self.recording.bridge_bytes += sum(tensor.nbytes for tensor in kept)
-        return _Bridge(call, tuple(self.capturer.alias(tensor) for tensor in kept)).run
+    def bridged(self, call: Callable[[], Any], kept: Sequence[torch.Tensor | None]) -> Callable[[], None]:
+        """Return a call whose fresh results are copied into static memory; None stands for one that is not fresh."""
+        self.recording.bridge_bytes += sum(tensor.nbytes for tensor in kept if tensor is not None)
+        return _Bridge(call, tuple(tensor if tensor is None else self.capturer.alias(tensor) for tensor in kept)).run
 
     def function(self, node: Node, op: SplittingOp | None) -> Callable[..., Any]:
         """Return what to call for a node: the cheapest route that is right."""
@@ -495,16 +509,19 @@ def is_tensor(recorder: Recorder, node: Node) -> bool:
 class _Bridge:
     """Runs something that gives fresh tensors, and copies them to where graphs read them."""
 
-    def __init__(self, call: Callable[[], Any], kept: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, call: Callable[[], Any], kept: tuple[torch.Tensor | None, ...]) -> None:
         self.call = call
-        self.kept = kept
+        self.kept = tuple((None, False) if t is None else (base_of(t), 0 in t.stride()) for t in kept)
 
     def run(self) -> None:
         """Called at every replay."""
-        for kept, fresh in zip(self.kept, tensors_in(self.call()), strict=True):
-            if fresh.shape != kept.shape:
+        for (kept, is_expanded), result in zip(self.kept, tensors_in(self.call()), strict=True):
+            if kept is None:
+                continue
+            fresh = base_of(result) if is_expanded else result
+            if fresh.shape != kept.shape or fresh.dtype != kept.dtype:
                 raise CaptureError(
-                    f"an op gave a tensor of shape {tuple(fresh.shape)}, where its fake implementation gives "
-                    f"{tuple(kept.shape)}; mend the fake implementation"
+                    f"an op gave a tensor of shape {tuple(fresh.shape)} and {fresh.dtype}, where its fake "
+                    f"implementation gives {tuple(kept.shape)} and {kept.dtype}; mend the fake implementation"
                 )
             kept.copy_(fresh)

@@ -90,7 +90,7 @@ class EmulatedCapturer(Capturer):
         self.num_captures = 0
         self.waits: list[tuple[Hashable, Hashable]] = []
         self._fail_at = fail_at
-        self._error = error or CaptureError("this capture was asked to fail (fail_at)")
+        self._error: BaseException | None = error or CaptureError("this capture was asked to fail (fail_at)")
         self._limit_bytes = limit_bytes
         self._arena = Arena(limit_bytes)
         self._replays: weakref.WeakSet[_Replay] = weakref.WeakSet()
@@ -120,8 +120,9 @@ class EmulatedCapturer(Capturer):
             inputs = tuple(tensor.detach() for tensor in work.inputs)
         with torch.random.fork_rng(devices=[]), self._put_back(work, inputs), _mode_for(inputs), Refusing(work.name):
             results = tuple(work.run(*inputs))
-        if self.num_captures == self._fail_at:
-            raise self._error
+        if self.num_captures == self._fail_at and self._error is not None:
+            error, self._error = self._error, None  # Its traceback keeps all that was captured before.
+            raise error
         with _detached():
             outputs, blocks = self._pin(work, results, inputs)
             replay = _Replay(work.run, tuple(map(self.alias, inputs)), blocks)
