@@ -180,13 +180,13 @@ class Bench:
         forward(ids)
         return Contender(lambda: forward(ids), ids, is_one_graph=is_one_graph, note=self.code_for(is_full=True))
 
-    def torch_compiled_varied(self) -> Contender:
+    def torch_compiled_varied(self, **options: Any) -> Contender:
         """Return the whole model under ``torch.compile`` as a program has it whose sizes vary: with general code."""
         rows = self.case.rows
         if rows == 1:
             raise SkipContender("torch.compile gives a single row code of its own, whatever it was called with before")
         ids, model = self.new_ids(), build(self.case, self.op.packet)
-        forward = torch.compile(model.forward)
+        forward = torch.compile(model.forward, **options)
         for num_rows in (2 * rows, 3 * rows):  # The second of them makes the code general.
             forward(ids.repeat(num_rows // rows))
         with torch.compiler.set_stance("fail_on_recompile"):
