@@ -25,9 +25,10 @@ from piecework.padding import Padding
 from piecework.plan import Key, Plan, PlanFunctions, Variant, cut, numbers_of
 from piecework.pool import Pool
 from piecework.process_settings import compile_context, is_first_time, is_frozen
-from piecework.recorder import Recorder, Recording, Run, recording_session
+from piecework.recorder import Recorder, Recording, recording_session
 from piecework.refusals import Refusals
 from piecework.schedule import Schedule
+from piecework.segment import Run
 from piecework.split import SplitGraph
 from piecework.static_inputs import StaticInputs
 
@@ -421,7 +422,6 @@ class Plans:
         values = self.values_of(key)
         recorder = Recorder(
             *(
-                self.split,
                 self.schedule,
                 replace(self.inputs, bound=self.bound()),
                 pieces.runs,
