@@ -18,13 +18,13 @@ from torch.fx import Node
 
 from piecework.bridge import bind
 from piecework.errors import CaptureError
-from piecework.inputs import GraphInputs
+from piecework.inputs import GraphInputs, Numbers
 from piecework.pieces import SplittingOp
 from piecework.pool import Pool
 from piecework.refusals import Refusals
 from piecework.schedule import OpStep, Schedule
 from piecework.segment import Action, OpAction, PieceAction, Run, Segment
-from piecework.static_inputs import Numbers, StaticInputs, UnknownSizeError, fill
+from piecework.static_inputs import StaticInputs, UnknownSizeError, fill
 from piecework.values import Values
 
 
@@ -45,14 +45,21 @@ class Recording:
     """Memory for results that come from outside of graphs."""
 
 
+@dataclass(frozen=True)
+class Pieces:
+    """What runs at one size: a function per piece, and which of them are the same code."""
+
+    runs: Sequence[Run]
+    keys: Sequence[str]
+
+
 class Recorder:
     """Records one size.
 
     Args:
         schedule: the steps of the graph in order.
         inputs: what it is called with.
-        runs: the compiled pieces, one per piece of the graph.
-        keys: equal for places that share compiled code.
+        pieces: the compiled pieces, one per piece of the graph.
         pool: where to record; its lock is held.
         statics: memory of the inputs.
         refusals: what stays out of graphs.
@@ -65,8 +72,7 @@ class Recorder:
         self,
         schedule: Schedule,
         inputs: GraphInputs,
-        runs: Sequence[Run],
-        keys: Sequence[str],
+        pieces: Pieces,
         pool: Pool,
         statics: StaticInputs,
         refusals: Refusals,
@@ -79,7 +85,7 @@ class Recorder:
         self.statics, self.refusals = statics, refusals
         self.size, self.results = size, results
         self.values = Values(schedule, statics, pool, numbers)
-        self.actions = self.list_actions(runs, keys)
+        self.actions = self.list_actions(pieces)
         self.num_settled = 0
         """So many actions are done, and what they were the last to use has been let go."""
         self.recording = Recording([], 0, {}, {}, {})
@@ -109,14 +115,14 @@ class Recorder:
 
     # What there is to do.
 
-    def list_actions(self, runs: Sequence[Run], keys: Sequence[str]) -> list[Action]:
+    def list_actions(self, pieces: Pieces) -> list[Action]:
         actions: list[Action] = []
-        pieces = iter(zip(runs, keys, strict=True))
+        places = iter(zip(pieces.runs, pieces.keys, strict=True))
         for unit in self.schedule.units:
             if isinstance(unit, OpStep):
                 actions.append(OpAction(unit, self.is_captured(unit.op, unit.node)))
                 continue
-            run, key = next(pieces)
+            run, key = next(places)
             why = self.refusals.of_piece(unit, key)
             actions.append(PieceAction(unit, run, key, why))
             if why is not None:

@@ -10,9 +10,10 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from piecework.inputs import Numbers
 from piecework.pool import Pool
 from piecework.schedule import Schedule
-from piecework.static_inputs import Layout, Numbers, StaticInputs, evaluate
+from piecework.static_inputs import Layout, StaticInputs, evaluate
 
 
 class Values:
