@@ -91,7 +91,7 @@ def state_of(model: Deep, x: torch.Tensor, capturer: EmulatedCapturer, call: Any
     plans = plans_of(call)
     gc_state = (gc.isenabled(), gc.get_freeze_count())
     buffers = {index: tensor.data_ptr() for index, tensor in plans.statics.buffers.items()}
-    own = [plans in plans.pool.users, plans.pool.is_busy, buffers, [*plans.plans], gc_state]
+    own = [plans.captures in plans.pool.users, plans.pool.is_busy, buffers, [*plans.plans], gc_state]
     tensors = [value.clone() for value in (*model.state_dict().values(), x, torch.get_rng_state())]
     gc.collect()
     return [own, tensors, capturer.memory()]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 from piecework.capturing import CaptureMemory
+from piecework.inputs import Key
 
 logger = logging.getLogger(__name__)
-
-Key = Any
 
 
 @dataclass(frozen=True)
@@ -20,7 +18,6 @@ class CapturedBytes:
     num_rows: int
     pool_bytes: int
     driver_bytes: int
-    num_graphs: int
 
 
 class Budget:
@@ -61,8 +58,7 @@ class Budget:
 
     def probe(self, num_rows: int, before: CaptureMemory, after: CaptureMemory) -> None:
         """Note what a capture took that is dropped again."""
-        grown = (after.pool_bytes - before.pool_bytes, after.driver_bytes - before.driver_bytes)
-        self.probes.append(CapturedBytes(num_rows, *(max(growth, 0) for growth in grown), num_graphs=0))
+        self.probes.append(_taken_between(num_rows, before, after))
 
     def allows(self, key: Key, num_rows: int, memory: CaptureMemory, owner: str) -> bool:
         """Whether a size is expected to fit, into the budget and onto the device; said once where it is not."""
@@ -77,16 +73,13 @@ class Budget:
             return self.leave_out(key, f"it would take about {megabytes(expected)}, and {free} are free", owner)
         return True
 
-    def take(
-        self, key: Key, num_rows: int, before: CaptureMemory, after: CaptureMemory, num_graphs: int, owner: str
-    ) -> bool:
+    def take(self, key: Key, num_rows: int, before: CaptureMemory, after: CaptureMemory, owner: str) -> bool:
         """Note what a size took; False where that is more than the budget, and the size is to be dropped."""
-        grown = (after.pool_bytes - before.pool_bytes, after.driver_bytes - before.driver_bytes)
-        pool_bytes, driver_bytes = (max(growth, 0) for growth in grown)
-        if self.limit is not None and self.bytes_taken + pool_bytes + driver_bytes > self.limit:
-            total = megabytes(self.bytes_taken + pool_bytes + driver_bytes)
-            return self.leave_out(key, f"with it, captures take {total}", owner)
-        self.taken[key] = CapturedBytes(num_rows, pool_bytes, driver_bytes, num_graphs)
+        taken = _taken_between(num_rows, before, after)
+        total = self.bytes_taken + taken.pool_bytes + taken.driver_bytes
+        if self.limit is not None and total > self.limit:
+            return self.leave_out(key, f"with it, captures take {megabytes(total)}", owner)
+        self.taken[key] = taken
         return True
 
     def leave_out(self, key: Key, why: str, owner: str) -> bool:
@@ -95,6 +88,11 @@ class Budget:
         self.left_out[key] = f"left out for its memory: {why}{limit}"
         logger.warning("%s: size %s is not captured: %s%s", owner, key, why, limit)
         return False
+
+
+def _taken_between(num_rows: int, before: CaptureMemory, after: CaptureMemory) -> CapturedBytes:
+    grown = (after.pool_bytes - before.pool_bytes, after.driver_bytes - before.driver_bytes)
+    return CapturedBytes(num_rows, *(max(growth, 0) for growth in grown))
 
 
 def megabytes(count: float) -> str:

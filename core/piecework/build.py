@@ -22,10 +22,11 @@ from piecework.effects import Effects, find_effects, tensors_in
 from piecework.entry import Entry, make_entry
 from piecework.inputs import GraphInputs, dim_symbol, key_of_values, size_values
 from piecework.pieces import SplittingOp
-from piecework.plans import Pieces, Plans
+from piecework.plans import Plans
 from piecework.plugins import PluginManager
 from piecework.pool import Pool, pool_of
 from piecework.process_settings import attention_ops, compile_context
+from piecework.recorder import Pieces
 from piecework.run import Runs, StraightLine, straight_line, whole_graph
 from piecework.settings import Settings
 from piecework.split import SplitGraph, split_graph
@@ -252,7 +253,7 @@ class Builder:
         if plans is not None:
             plans.on_captured = state.look_at_all
             names, namespace = runs.general.bound_names, runs.general.namespace
-            plans.bound = lambda: {node: namespace[name] for node, name in names.items()}
+            plans.captures.bound = lambda: {node: namespace[name] for node, name in names.items()}
             state.on_rebound = plans.drop_all
         logger.debug("%s: generated\n%s\n%s", self.owner, entry.source, runs.general.source)
         return Compiled(self.settings.level, traced, entry, state, runs.general, self.seconds, split, compiled, plans)

@@ -7,7 +7,6 @@ called as torch calls its symbols, and a graph without any has one size, ``()``.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,14 +26,13 @@ from piecework.forward import compile_lock
 from piecework.gradients import without_gradients
 from piecework.inputs import GraphInput, GraphInputs, Sizes
 from piecework.pieces import InputKind
-from piecework.plans import Pieces, Plans
+from piecework.plans import Plans
 from piecework.plugins import plugin_manager
 from piecework.process_settings import is_frozen
+from piecework.recorder import Pieces
 from piecework.run import straight_line
 from piecework.settings import resolve_settings
 from piecework.split import split_graph
-
-logger = logging.getLogger(__name__)
 
 
 def piecework_backend(

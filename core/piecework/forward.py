@@ -134,7 +134,8 @@ class Forward:
         if is_frozen():
             raise CaptureError(f"capture: piecework.freeze() was called, so no size of {self.owner} can be added")
         tensors = self.tensors_of(compiled, args, kwargs)
-        compiled.plans.capture_all(sizes, {i: tensors[i] for i in compiled.plans.inputs.tensor_indices}, on_size)
+        given = {i: tensors[i] for i in compiled.plans.inputs.tensor_indices}
+        compiled.plans.captures.capture_all(sizes, given, on_size)
 
     def tensors_of(self, compiled: Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """Return the tensors among some arguments, in the order of the trace.

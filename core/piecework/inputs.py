@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,11 @@ from piecework.effects import Effects
 from piecework.errors import ConfigError
 from piecework.pieces import InputKind
 from piecework.split import PieceStep
+
+Key = Any
+"""A size as plans are looked up by: a number, or a tuple of one number per named dim."""
+Numbers = Mapping[sympy.Symbol, sympy.Integer]
+"""The value of each symbol of a graph at one size."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,30 @@ class Sizes:
     def variables(self) -> dict[str, str]:
         """Return the variable of generated code that holds the size of each dim."""
         return {dim: f"_pw_s{i}" for i, dim in enumerate(self.dims)}
+
+    def key_of_size(self, size: Size, where: str) -> Key:
+        """Return what a size that the user wrote is looked up by.
+
+        Raises:
+            ConfigError: it names other dims than there are.
+        """
+        return key_of_values(size_values(size, self.dims, where))
+
+    def values_of(self, key: Key) -> dict[str, int]:
+        """Return the value of each named dim at a size."""
+        return dict(zip(self.dims, (key,) if len(self.dims) == 1 else key, strict=True))
+
+    def num_rows(self, key: Key) -> int:
+        """Return how many rows a size has in all."""
+        return math.prod(self.values_of(key).values())
+
+    def numbers_of(self, key: Key) -> Numbers:
+        """Return the value of each symbol at a size."""
+        values = self.values_of(key)
+        return {
+            symbol: sympy.Integer(values[meaning] if isinstance(meaning, str) else meaning)
+            for symbol, meaning in self.meaning_of_symbol.items()
+        }
 
     def named(self, expression: sympy.Basic) -> sympy.Basic:
         """Return an expression over symbols named like the dims."""
@@ -78,7 +108,7 @@ def dim_symbol(name: str) -> sympy.Symbol:
     return sympy.Symbol(name, integer=True, positive=True)
 
 
-def key_of_values(values: Mapping[str, int]) -> Any:
+def key_of_values(values: Mapping[str, int]) -> Key:
     """Return what a size is looked up by: its number, or a tuple where there are several dims."""
     return next(iter(values.values())) if len(values) == 1 else tuple(values.values())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch.fx import Node
 
@@ -12,12 +11,10 @@ from piecework import torch_internals as internals
 from piecework.config import CompilationConfig
 from piecework.dedupe import UniquePiece
 from piecework.effects import tensors_in
-from piecework.inputs import GraphInputs, dim_symbol
+from piecework.inputs import GraphInputs, Key, dim_symbol
 from piecework.rows import why_rows_depend
 from piecework.split import SplitGraph
 from piecework.static_inputs import StaticInputs
-
-Key = Any
 
 
 class Padding:

@@ -7,22 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import Node
 
 from piecework import torch_internals as internals
 from piecework.capturing import CaptureMemory
 from piecework.counting import counters
-from piecework.inputs import GraphInputs
+from piecework.inputs import GraphInputs, Key, Numbers
 from piecework.plan_code import PlanCode, copy, describe_results, plan_code
 from piecework.pool import Pool
 from piecework.recorder import Recording
 from piecework.split import SplitGraph
-from piecework.static_inputs import Numbers, StaticInputs, base_of
-
-Key = Any
-"""A size as plans are looked up by: a number, or a tuple of one number per named dim."""
+from piecework.static_inputs import StaticInputs, base_of
 
 
 @dataclass
@@ -48,11 +44,10 @@ class Plan:
     """A captured size."""
 
     key: Key
-    numbers: Numbers
     recording: Recording
     seconds: float
-    before: CaptureMemory
     after: CaptureMemory
+    """What all captures held when this one was there."""
     variants: dict[Key, Variant] = field(default_factory=dict)
 
 
@@ -159,11 +154,3 @@ def padded_parts(tensor: torch.Tensor, size: Sequence[int]) -> list[torch.Tensor
     """Return what of a tensor lies beyond a size."""
     pairs = enumerate(zip(tensor.shape, size, strict=True))
     return [tensor.narrow(dim, length, whole - length) for dim, (whole, length) in pairs if whole != length]
-
-
-def numbers_of(values: Mapping[str, int], inputs: GraphInputs) -> Numbers:
-    """Return the value of each symbol of a graph at one size."""
-    return {
-        symbol: sympy.Integer(values[meaning] if isinstance(meaning, str) else meaning)
-        for symbol, meaning in inputs.sizes.meaning_of_symbol.items()
-    }

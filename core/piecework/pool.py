@@ -17,6 +17,9 @@ from piecework.plugins import PluginManager
 
 PATIENCE_S = 0.5
 """So long a call waits for one that runs in another thread, before it does without captures."""
+NESTED = "called from inside another captured call, or while something is captured"
+IN_USE = "another thread was using the memory of all captures"
+RECORDED = "its stream is being recorded"
 
 
 class Pool:

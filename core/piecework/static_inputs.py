@@ -18,12 +18,11 @@ from torch.fx import Node
 from piecework import torch_internals as internals
 from piecework.config import CompilationConfig
 from piecework.errors import ConfigError
-from piecework.inputs import GraphInputs
+from piecework.inputs import GraphInputs, Numbers
 from piecework.pool import Pool
 
 logger = logging.getLogger(__name__)
 
-Numbers = Mapping[sympy.Symbol, sympy.Integer]
 MAX_MOVES = 3
 """An input that is held but moved so often is copied from then on."""
 
@@ -82,7 +81,6 @@ class StaticInputs:
 
     def __init__(self, inputs: GraphInputs, paths: Mapping[int, str], config: CompilationConfig, pool: Pool) -> None:
         self.sizes = inputs.sizes
-        self.pool = pool
         promised = _promised(config, paths)
         self.tensors: dict[int, GraphTensor] = {}
         for node, given in inputs.by_placeholder.items():

@@ -209,14 +209,15 @@ def _captures(plans: Plans) -> dict[str, Any]:
     """Return the fields of a report that are about captures."""
     with plans.pool.lock:
         memory = plans.pool.capturer.memory()
-        largest_first = sorted(plans.plans.values(), key=lambda plan: plans.num_rows(plan.key), reverse=True)
+        num_rows = plans.inputs.sizes.num_rows
+        largest_first = sorted(plans.plans.values(), key=lambda plan: num_rows(plan.key), reverse=True)
         bridges = [plan.recording.bridge_bytes for plan in largest_first]
         static = sum(buffer.nbytes for buffer in plans.statics.buffers.values())
         return {
             "sizes": tuple(_size_report(plans, plan) for plan in largest_first),
             "num_uncaptured_calls": {key: dict(reasons) for key, reasons in plans.num_uncaptured.items() if reasons},
             "num_recaptures": plans.num_recaptures,
-            "uncaptured_pieces": dict(plans.refusals.by_piece),
+            "uncaptured_pieces": dict(plans.captures.refusals.by_piece),
             "capturer": plans.pool.plugin,
             "memory": MemoryReport(
                 *(memory.pool_bytes, memory.driver_bytes, static, max(bridges, default=0)),
@@ -232,14 +233,14 @@ def _size_report(plans: Plans, plan: Plan) -> SizeReport:
         if size == plan.key:
             calls[key] = calls.get(key, 0) + count
     padded = {key: count for key, count in calls.items() if key != plan.key}
-    rows = plans.num_rows(plan.key)
-    taken = plans.budget.taken[plan.key]
+    num_rows = plans.inputs.sizes.num_rows
+    taken = plans.captures.budget.taken[plan.key]
     return SizeReport(
         size=plan.key,
         num_graphs=plan.recording.num_graphs,
         num_calls=calls.get(plan.key, 0),
         num_padded_calls=sum(padded.values()),
-        num_padding_rows=sum(count * (rows - plans.num_rows(key)) for key, count in padded.items()),
+        num_padding_rows=sum(count * (num_rows(plan.key) - num_rows(key)) for key, count in padded.items()),
         seconds=plan.seconds,
         pool_bytes=taken.pool_bytes,
         driver_bytes=taken.driver_bytes,

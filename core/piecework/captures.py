@@ -1,0 +1,292 @@
+"""Capture sizes of one graph, one or many: within a budget, and all or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch.fx import Node
+
+from piecework.budget import Budget, megabytes
+from piecework.config import CompilationConfig
+from piecework.config_checks import Size
+from piecework.counting import counters
+from piecework.errors import CaptureError, PieceworkWarning
+from piecework.inputs import GraphInputs, Key
+from piecework.plan import Plan, cut
+from piecework.pool import NESTED, RECORDED, Pool
+from piecework.process_settings import is_frozen
+from piecework.recorder import Pieces, Recorder, Recording, recording_session
+from piecework.refusals import Refusals
+from piecework.schedule import Schedule
+from piecework.split import SplitGraph
+from piecework.static_inputs import StaticInputs
+
+logger = logging.getLogger(__name__)
+
+
+class Captures:
+    """Makes the plans of one graph and holds its memory; which calls they answer is decided by ``Plans``.
+
+    Args:
+        split: the graph.
+        inputs: what it is called with.
+        config: the settings.
+        pool: where to capture.
+        statics: memory of the inputs.
+        results: nodes that the caller's results are made from.
+        pieces: returns what runs at a size, given its key.
+        owner: name of the model, for messages.
+        num_uncaptured: calls that ran uncaptured, by size and reason; more of them have a failed size tried again.
+        on_plan: called with each plan as soon as it is there.
+    """
+
+    def __init__(
+        self,
+        split: SplitGraph,
+        inputs: GraphInputs,
+        config: CompilationConfig,
+        pool: Pool,
+        statics: StaticInputs,
+        *,
+        results: Sequence[Node],
+        pieces: Callable[[Key], Pieces],
+        owner: str,
+        num_uncaptured: defaultdict[Key, Counter[str]],
+        on_plan: Callable[[Plan], None],
+    ) -> None:
+        self.inputs, self.sizes = replace(inputs, bound={}), inputs.sizes
+        self.bound: Callable[[], Mapping[Node, torch.Tensor]] = dict
+        """Returns the parameters and buffers that the model has now; set by whoever binds them."""
+        self.config, self.pool, self.statics, self.owner = config, pool, statics, owner
+        self.results, self.pieces = results, pieces
+        self.num_uncaptured, self.on_plan = num_uncaptured, on_plan
+        self.refusals = Refusals(pool.capturer, pool.device)
+        outside = (*inputs.bound, *(tensor.node for tensor in statics.tensors.values()))
+        self.schedule = Schedule(split, outside, results)
+        self.budget = Budget(config.max_capture_bytes)
+        self.plans: dict[Key, Plan] = {}
+        self.retry_at: dict[Key, int] = {}
+        self.said: set[str] = set()
+        """Reasons why a capture failed that were said."""
+        self.is_recording = False
+        self.is_closed = False
+        pool.users.add(self)
+
+    # Whether to.
+
+    def may_capture(self, key: Key) -> bool:
+        """Whether a size can be captured now; one that failed is tried again after twice as many calls."""
+        if is_frozen() or self.is_closed or self.budget.why_left_out(key):
+            return False
+        return sum(self.num_uncaptured[key].values()) >= self.retry_at.get(key, 0)
+
+    def why_left_out(self, key: Key) -> str:
+        return self.budget.why_left_out(key) or "capturing it failed, and is tried again later"
+
+    def why_not_now(self, given: Mapping[int, torch.Tensor]) -> str | None:
+        """Return why nothing can be captured at this call: what it reads would be written over.
+
+        That is so for results in the memory of the pool, of this model or another (``static_outputs``). Where such a
+        result is given for an input that is held, that input is copied from now on.
+        """
+        lent = [tensor for tensor in self.statics.tensors.values() if self.pool.lends(given[tensor.index])]
+        for tensor in lent:
+            tensor.is_copied = True
+        if not lent:
+            return None
+        paths = ", ".join(tensor.path for tensor in lent)
+        return f"argument {paths} is a result in memory that captures re-use (static_outputs); clone it"
+
+    # Many sizes.
+
+    def capture_all(
+        self,
+        sizes: Sequence[Size],
+        given: Mapping[int, torch.Tensor],
+        on_size: Callable[[Key, Plan | None], None] = lambda key, plan: None,
+    ) -> None:
+        """Capture sizes, the largest first, so that the others find room in its memory; no splitting op runs.
+
+        Args:
+            sizes: as the user writes them; those that are there already are passed over.
+            given: the tensor arguments of one call, which are cut or filled up to each size.
+            on_size: called after each size; without a plan where it was left out.
+
+        Raises:
+            CaptureError: a size can't be captured and ``on_failure`` is ``"error"``; those before it stay.
+        """
+        keys = dict.fromkeys(self.sizes.key_of_size(size, f"a size to capture of {self.owner}") for size in sizes)
+        ordered = sorted(keys, key=self.sizes.num_rows, reverse=True)
+        with self.pool.lock:
+            if self.pool.is_busy or not self.pool.switch():
+                raise CaptureError(f"sizes of {self.owner} can't be captured now: {NESTED}, or {RECORDED}")
+            if (why_not := self.why_not_now(given)) is not None:
+                raise CaptureError(
+                    f"sizes of {self.owner} can't be captured from these example inputs: {why_not}; clone it"
+                )
+            self.estimate(ordered, given)
+            self.pool.users.add(self)
+            try:
+                with self.session():
+                    for key in ordered:
+                        if key not in self.plans:
+                            self.try_to_capture(key, self.resized(given, key))
+                        on_size(key, self.plans.get(key))
+            finally:
+                if not self.plans:
+                    self.release()
+
+    def estimate(self, ordered: Sequence[Key], given: Mapping[int, torch.Tensor]) -> None:
+        """Find out what sizes would take, from the smallest and a middle one, where a budget is to be kept."""
+        if self.budget.limit is None or self.plans or len(ordered) < 3:
+            return
+        start = self.pool.capturer.memory()
+        with contextlib.suppress(CaptureError), self.undoing(ordered[-1]):  # It comes again when its size is captured.
+            for key in (ordered[-1], ordered[len(ordered) // 2]):
+                before = self.pool.capturer.memory()
+                with self.session():
+                    recording = self.record(key, self.resized(given, key))
+                self.budget.probe(self.sizes.num_rows(key), before, self.pool.capturer.memory())
+                del recording
+        if not self.budget.probes:
+            return
+        total = self.budget.estimate(self.sizes.num_rows(ordered[0])) or 0
+        drivers = [probe.driver_bytes for probe in self.budget.probes]
+        total += (len(ordered) - 1) * sum(drivers) // len(drivers)
+        logger.info(
+            "%s: %d sizes are expected to take about %s, %s more than now",
+            *(self.owner, len(ordered), megabytes(total + start.pool_bytes), megabytes(total)),
+        )
+
+    def resized(self, given: Mapping[int, torch.Tensor], key: Key) -> dict[int, torch.Tensor]:
+        """Return arguments for a size: what is kept in place must be as large, what is copied is cut later.
+
+        Raises:
+            CaptureError: an argument that is kept in place is too small.
+        """
+        resized = dict(given)
+        for tensor in self.statics.held:
+            if tensor.varies:
+                size = self.statics.layout(tensor.fake, self.sizes.numbers_of(key)).size
+                if any(have < need for have, need in zip(given[tensor.index].shape, size, strict=True)):
+                    raise CaptureError(
+                        f"size {key} of {self.owner} needs argument {tensor.path} of shape {size}, and the one that is "
+                        f"kept in place (static_inputs) has {tuple(given[tensor.index].shape)}; pass the largest"
+                    )
+                resized[tensor.index] = cut(given[tensor.index], size)
+        return resized
+
+    # One size.
+
+    def try_to_capture(self, key: Key, given: Mapping[int, torch.Tensor], *, is_asked_for: bool = True) -> str | None:
+        """Capture a size; return why it could not be done, where that is no error.
+
+        It is none with ``on_failure="eager"``, and for a size that nobody asked to capture: such a call would
+        have worked without.
+        """
+        try:
+            self.capture(key, given)
+        except CaptureError as error:
+            if self.config.on_failure == "error" and is_asked_for:
+                raise
+            calls = sum(self.num_uncaptured[key].values())
+            self.retry_at[key] = max(2 * calls, 2)
+            why = str(error.__cause__ or error)
+            if why not in self.said:
+                self.said.add(why)
+                warnings.warn(PieceworkWarning(f"{self.owner} answers size {key} uncaptured: {error}"), stacklevel=5)
+            return "capturing it failed"
+        return None if key in self.plans else self.why_left_out(key)
+
+    def capture(self, key: Key, given: Mapping[int, torch.Tensor]) -> Plan | None:
+        """Capture a size from the tensors of a call; None where the budget does not allow it.
+
+        Raises:
+            CaptureError: it can't be captured; everything is as it was before.
+        """
+        start = time.perf_counter()
+        with self.undoing(key) as undo:
+            before = self.pool.capturer.memory()
+            if not self.budget.allows(key, self.sizes.num_rows(key), before, self.owner):
+                return None
+            with self.session():
+                recording = self.record(key, given)
+            after = self.pool.capturer.memory()
+            if not self.budget.take(key, self.sizes.num_rows(key), before, after, self.owner):
+                del recording
+                return None
+            undo.pop_all()
+        if self.config.static_outputs:
+            for tensor in recording.outputs.values():
+                self.pool.lend(tensor)
+        plan = Plan(key, recording, time.perf_counter() - start, after)
+        counters.num_graph_captures += recording.num_graphs
+        self.plans[key] = plan
+        self.on_plan(plan)
+        logger.info(
+            "%s: captured size %s in %d graphs, %.0f ms, %.1f MB in the pool",
+            *(self.owner, key, recording.num_graphs, plan.seconds * 1e3, after.pool_bytes / 1e6),
+        )
+        return plan
+
+    @contextlib.contextmanager
+    def undoing(self, key: Key) -> Iterator[contextlib.ExitStack]:
+        """Put static memory back as it was before an attempt at a size, unless the stack is emptied.
+
+        Raises:
+            CaptureError: whatever fails in the block; a capturer that is a plugin's may raise anything.
+        """
+        buffers = dict(self.statics.buffers)
+
+        def put_back() -> None:
+            self.statics.buffers = buffers
+            if not self.plans and not self.is_recording:
+                self.release()
+
+        self.pool.users.add(self)
+        with contextlib.ExitStack() as undo:
+            undo.callback(put_back)
+            try:
+                yield undo
+            except Exception as error:
+                own = isinstance(error, CaptureError)
+                why = str(error) if own else f"plugin {self.pool.plugin!r} raised {type(error).__name__}: {error}"
+                raise CaptureError(f"size {key} of {self.owner} can't be captured: {why}") from error
+
+    def record(self, key: Key, given: Mapping[int, torch.Tensor]) -> Recording:
+        values = self.sizes.values_of(key)
+        recorder = Recorder(
+            *(self.schedule, replace(self.inputs, bound=self.bound()), self.pieces(key)),
+            *(self.pool, self.statics, self.refusals),
+            numbers=self.sizes.numbers_of(key),
+            size=key if len(values) == 1 else values,
+            results=self.results,
+        )
+        return recorder.record(given)
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """Return a context around recordings, or do nothing inside of one."""
+        if self.is_recording:
+            yield
+            return
+        try:
+            with self.pool.being_busy(), recording_session(self.pool):
+                self.is_recording = True
+                yield
+        finally:
+            self.is_recording = False
+
+    def release(self) -> None:
+        """Give up the memory of captures, whose plans are gone; waits for calls that run."""
+        with self.pool.lock:
+            self.budget.taken.clear()
+            self.statics.buffers.clear()
+            self.pool.leave(self)
