@@ -46,14 +46,14 @@ class Padding:
         """Return the smallest size that a call may be padded to, or None and the reason."""
         if self.config.max_padding_ratio == 1:
             return None, ""
-        candidates = [other for other in possible if self.ratio(key, other) is not None]
-        if not candidates:
+        ratios = {other: ratio for other in possible if (ratio := self.ratio(key, other)) is not None}
+        if not ratios:
             return None, ""
-        within = [other for other in candidates if (self.ratio(key, other) or 0) <= self.config.max_padding_ratio]
+        within = [other for other, ratio in ratios.items() if ratio <= self.config.max_padding_ratio]
         if not within:
             return None, f"the next captured size is more than {self.config.max_padding_ratio:g} times as large"
         why_not = ""
-        for other in sorted(within, key=lambda other: self.ratio(key, other) or 0):
+        for other in sorted(within, key=ratios.__getitem__):
             problems = [problem for dim in self.differing(key, other) if (problem := self.why_not(dim))]
             if not problems:
                 return other, ""

@@ -125,7 +125,7 @@ class PlanFunctions:
         return self.code(variant.is_padded, tuple(sorted(memory.inputs))).function(namespace)
 
     def code(self, is_padded: bool, copied: tuple[int, ...]) -> PlanCode:
-        """Return the source for plans that copy these inputs, which were others when earlier plans were recorded."""
+        """Return the code for plans that copy these inputs, which were others when earlier plans were recorded."""
         key = (is_padded, copied)
         if key not in self.codes:
             tensors = self.statics.tensors

@@ -73,9 +73,8 @@ def _bases(node: Node, effects: Effects, defined: set[Node]) -> Iterator[Node]:
 
 @dataclass(frozen=True)
 class PlanCode:
-    """The source of a plan's function, the same for all sizes of a model that are copied in the same way."""
+    """The code of a plan's function, the same for all sizes of a model that are copied in the same way."""
 
-    source: str
     code: CodeType
     results: Results
 
@@ -145,7 +144,7 @@ def plan_code(
     source = "\n".join(lines) + "\n"
     filename = f"<piecework plan of {name}{' with padding' if is_padded else ''}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-    return PlanCode(source, compile(source, filename, "exec"), results)
+    return PlanCode(compile(source, filename, "exec"), results)
 
 
 def _copies(copied: Sequence[GraphTensor], is_padded: bool) -> list[str]:

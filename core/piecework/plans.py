@@ -266,7 +266,6 @@ class Plans:
         for key, variant in plan.variants.items():
             self.functions.pop(key, None)
             self.num_earlier_calls[plan.key, key] += variant.num_calls
-        plan.variants.clear()  # They hold the plan, so that it would stay until garbage is collected.
 
     def drop_all(self) -> None:
         """Forget every plan, since what they read was replaced or moved; does not wait for those that run.
