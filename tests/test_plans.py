@@ -275,6 +275,12 @@ def test_capture_says_what_it_can_not_do() -> None:
         piecework.capture(call, 4, torch.randn(3, 4))  # type: ignore[arg-type]
     with pytest.raises(piecework.ConfigError, match="a tuple of arguments or a dict"):
         piecework.capture(call, [4], "x")  # type: ignore[arg-type]
+    with pytest.raises(piecework.ConfigError, match=r"example_inputs don't fit Block\(x.*missing a required argument"):
+        piecework.capture(call, [4], ())
+    with pytest.raises(CaptureError, match="warm-up.*dtype"):
+        piecework.capture(call, [4], torch.randn(2, 4).double())
+    with pytest.raises(piecework.ConfigError, match=r"write list\(range\(1, 4\)\)"):
+        piecework.capture(call, range(1, 4), torch.randn(3, 4))
     with pytest.raises(piecework.ConfigError, match="zero rows"):
         piecework.capture(call, [4], torch.randn(0, 4))
     piecework.capture(call, [4], torch.randn(2, 4))
@@ -282,6 +288,12 @@ def test_capture_says_what_it_can_not_do() -> None:
         piecework.capture(call, [5], torch.randn(2, 4).double())
     with pytest.raises(CaptureError, match="nothing captures"):
         piecework.capture(compiled(capturer="none")[0], [4], torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_capture_at_a_lower_level_says_that_it_does_nothing(level: int, caplog: pytest.LogCaptureFixture) -> None:
+    piecework.capture(compiled(level=level)[0], [4], torch.randn(2, 4))
+    assert f"runs at level {level}, so nothing is captured" in caplog.text
 
 
 # --- padding ---

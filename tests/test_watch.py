@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from models import Linear, assert_same, compiled, refuses, rows
-from piecework.watch import Watch, plain_dicts
+from piecework.watch import Watch, plain_dicts, watched_modules
 
 STATE_DICTS = ("_parameters", "_buffers", "_modules")
 
@@ -164,6 +164,15 @@ def test_subclass_made_after_its_base_is_watched_tells_too() -> None:
     call(rows(4))
     model.scale = 3.0
     refuses(call, rows(4), match="self.scale")
+
+
+def test_a_watch_that_was_collected_leaves_no_counting_dict_to_a_trace() -> None:
+    model = nn.Linear(2, 2)
+    Watch().cover([model])
+    gc.collect()
+    assert type(model._parameters) is not dict
+    with plain_dicts(watched_modules()):
+        assert type(model._parameters) is dict
 
 
 def test_closing_the_last_watch_puts_ordinary_dicts_back() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from piecework.budget import Budget, megabytes
+from piecework.capturing import CaptureMemory
 from piecework.config import CompilationConfig
 from piecework.config_checks import Size
 from piecework.counting import counters
@@ -76,6 +77,8 @@ class Captures:
         self.said: set[str] = set()
         """Reasons why a capture failed that were said."""
         self.is_recording = False
+        self.last_memory: CaptureMemory | None = None
+        """What the capture before this one in the same session left."""
         self.is_closed = False
         pool.users.add(self)
 
@@ -128,9 +131,7 @@ class Captures:
             if self.pool.is_busy or not self.pool.switch():
                 raise CaptureError(f"sizes of {self.owner} can't be captured now: {NESTED}, or {RECORDED}")
             if (why_not := self.why_not_now(given)) is not None:
-                raise CaptureError(
-                    f"sizes of {self.owner} can't be captured from these example inputs: {why_not}; clone it"
-                )
+                raise CaptureError(f"sizes of {self.owner} can't be captured from these example inputs: {why_not}")
             self.estimate(ordered, given)
             self.pool.users.add(self)
             try:
@@ -213,12 +214,13 @@ class Captures:
         """
         start = time.perf_counter()
         with self.undoing(key) as undo:
-            before = self.pool.capturer.memory()
+            before = self.last_memory or self.pool.capturer.memory()
             if not self.budget.allows(key, self.sizes.num_rows(key), before, self.owner):
                 return None
             with self.session():
                 recording = self.record(key, given)
             after = self.pool.capturer.memory()
+            self.last_memory = after if self.is_recording else None
             if not self.budget.take(key, self.sizes.num_rows(key), before, after, self.owner):
                 del recording
                 return None
@@ -283,6 +285,7 @@ class Captures:
                 yield
         finally:
             self.is_recording = False
+            self.last_memory = None
 
     def release(self) -> None:
         """Give up the memory of captures, whose plans are gone; waits for calls that run."""

@@ -186,7 +186,8 @@ def check_json(value: Any, what: str) -> Any:
 def check_sequence(value: Any, what: str, *, of: str, example: str) -> Iterable[Any]:
     if isinstance(value, list | tuple):
         return value
-    hint = f"; write [{value!r}]" if isinstance(value, str | int) and not isinstance(value, bool) else ""
+    is_one = isinstance(value, int) and not isinstance(value, bool) or isinstance(value, str) and of != "sizes"
+    hint = f"; write [{value!r}]" if is_one else f"; write list({value!r})" if isinstance(value, range) else ""
     raise ConfigError(f"{what} must be a list of {of} such as {example}, got {show(value)}{hint}")
 
 

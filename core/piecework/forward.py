@@ -113,9 +113,16 @@ class Forward:
         """Trace and compile, if that has not been done, and capture sizes; the model itself does not run.
 
         Raises:
+            ConfigError: the arguments don't fit the model.
             CaptureError: nothing can be captured, or a size can't.
         """
+        try:
+            signature_of(self.target).bind(*args, **kwargs)
+        except TypeError as error:
+            form = f"{self.owner}{signature_of(self.target)}"
+            raise ConfigError(f"capture: example_inputs don't fit {form}: {error}; give a tuple, or a dict") from None
         with compile_lock:
+            is_traced_here = self.answer is None
             if self.answer is None:
                 self.answer = self.prepare(args, kwargs)
                 if self.answer is None:
@@ -124,7 +131,10 @@ class Forward:
             compiled = self.compiled
         assert self.settings is not None
         if compiled is None or self.settings.level is not CompilationLevel.PIECEWISE:
-            logger.info("%s: runs at level %d, so nothing is captured", self.owner, self.settings.level)
+            logger.warning(
+                "%s: runs at level %d, so nothing is captured; PIECEWORK_LEVEL=3 or level=3 in its config lets it",
+                *(self.owner, self.settings.level),
+            )
             return
         if compiled.plans is None:
             raise CaptureError(
@@ -135,7 +145,12 @@ class Forward:
             raise CaptureError(f"capture: piecework.freeze() was called, so no size of {self.owner} can be added")
         tensors = self.tensors_of(compiled, args, kwargs)
         given = {i: tensors[i] for i in compiled.plans.inputs.tensor_indices}
-        compiled.plans.captures.capture_all(sizes, given, on_size)
+        try:
+            compiled.plans.captures.capture_all(sizes, given, on_size)
+        except CaptureError:
+            if is_traced_here and not compiled.plans.plans:
+                self.release()  # What was traced may be what is wrong: arguments of another dtype.
+            raise
 
     def tensors_of(self, compiled: Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """Return the tensors among some arguments, in the order of the trace.

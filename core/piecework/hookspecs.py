@@ -154,6 +154,8 @@ def piecework_capturer(device: torch.device, config: CompilationConfig) -> Captu
 
     Example::
 
+        import contextlib
+
         from piecework import Capture, CaptureMemory, Capturer, hookimpl
 
         class RunsAgain(Capturer):

@@ -156,6 +156,8 @@ class Plans:
             return padded, "", True
         if key in wanted:
             return None, "freeze() was called" if is_frozen() else self.captures.why_left_out(key), True
+        if is_frozen():
+            return None, why_not or "freeze() was called", False
         if self.is_automatic():
             self.num_seen[key] += 1
             if self.num_seen[key] >= SEEN_BEFORE_CAPTURE:
@@ -254,7 +256,8 @@ class Plans:
         if self.config.on_failure == "error":
             raise StaleCaptureError(
                 f"size {key} of {self.owner} has to be captured again, since {why}, and piecework.freeze() forbids it; "
-                'keep it in place, or set on_failure="eager" to have such calls run uncaptured'
+                'keep it in place, or set on_failure="eager" to have such calls run uncaptured; piecework.reset() '
+                "undoes the freeze"
             )
 
     def drop(self, plan: Plan) -> None:
@@ -284,8 +287,9 @@ class Plans:
     def give_back(self) -> None:
         """Give up all memory; waits for calls that run."""
         with self.pool.lock:
-            for plan in list(self.plans.values()):
-                self.drop(plan)
+            while self.plans:
+                # Held by no name here: the graphs are to be gone before their pool is given back.
+                self.drop(next(iter(self.plans.values())))
             self.captures.release()
 
     def close(self) -> None:

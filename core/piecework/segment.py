@@ -111,11 +111,14 @@ class Segment:
         """
         recordable = Recordable(self.name, self.run, self.inputs(), self.writes())
         try:
-            return self.capturer.capture(recordable)
+            captured = self.capturer.capture(recordable)
         except CaptureError as error:
             raise self.explained(error) from error
         except Exception as error:  # of a compiled piece or an op: it fails in this size's capture, and in nothing else
             raise CaptureError(f"{self.name} failed while it was recorded: {type(error).__name__}: {error}") from error
+        if not isinstance(captured, Capture):
+            raise CaptureError(f"the capturer answered capture with {captured!r}, allowed: a Capture")
+        return captured
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors that exist before it and that it reads or writes."""

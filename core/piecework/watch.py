@@ -25,6 +25,8 @@ _lock = threading.RLock()
 _watches: dict[int, weakref.WeakSet[Watch]] = {}
 """Watches by the identity of a module's ``__dict__``: a compiled module shares it with the original."""
 _patched: weakref.WeakSet[type] = weakref.WeakSet()
+_counted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules whose dicts count; those of a watch that was collected as garbage, too."""
 
 
 class Watch:
@@ -54,10 +56,9 @@ class Watch:
 
 
 def watched_modules() -> list[nn.Module]:
-    """Return every module that some watch covers."""
+    """Return every module that some watch covers, or did."""
     with _lock:
-        all_watches = {id(watch): watch for watches in _watches.values() for watch in watches}
-        return list({id(module): module for watch in all_watches.values() for module in watch.modules}.values())
+        return list(_counted)
 
 
 @contextlib.contextmanager
@@ -90,6 +91,7 @@ def _watch_module(module: nn.Module, watch: Watch) -> None:
         held = module.__dict__.get(name)
         if type(held) is dict:
             module.__dict__[name] = _CountingDict(held, key)
+    _counted.add(module)
 
 
 def _take_counting_dicts(module: nn.Module) -> dict[str, _CountingDict]:
