@@ -154,10 +154,13 @@ DEPENDENT: dict[str, tuple[Function, str]] = {
     "norm of all": (lambda x, i: x / x.norm(), "aten::linalg_vector_norm over the rows"),
     "layer norm over rows": (lambda x, i: F.layer_norm(x.t(), x.t().shape), "uses the number of rows as a number"),
     "group norm over rows": (lambda x, i: F.group_norm(x.t()[None], 2), "native_group_norm"),
-    "batch norm": (lambda x, i: F.batch_norm(x, None, None, training=True), "native_batch_norm over the rows"),
+    "batch norm": (
+        lambda x, i: F.batch_norm(x, None, None, training=True),
+        r"native_batch_norm\w* (over the rows|is not known)",
+    ),
     "batch norm of rows": (
         lambda x, i: F.batch_norm(x.t(), x[:, 0] * 0, x[:, 0] ** 2 + 1),
-        "native_batch_norm over the rows",
+        r"native_batch_norm\w* (over the rows|is not known)",
     ),
     "running over joined rows": (
         lambda x, i: x[None].expand(2, -1, -1).reshape(-1, WIDTH).cumsum(0).view(2, -1, WIDTH),
@@ -217,7 +220,10 @@ DEPENDENT: dict[str, tuple[Function, str]] = {
     "times a function of it": (lambda x, i: x * x.shape[0] ** -0.5, "aten::mul uses the number of rows as a number"),
     "filled with the size": (lambda x, i: x + torch.full((6,), x.shape[0]), "aten::full uses the number of rows"),
     "tensor of the size": (lambda x, i: x + torch.tensor(x.shape[0]), "uses the number of rows as a number"),
-    "counted down": (lambda x, i: x + torch.arange(x.shape[0], 0, -1)[:, None], "arange counts from the number"),
+    "counted down": (
+        lambda x, i: x + torch.arange(x.shape[0], 0, -1)[:, None],
+        "arange uses the number of rows as a number",
+    ),
     "counted twice": (lambda x, i: torch.arange(2 * x.shape[0]) + 1, "arange has rows in no dim of their own"),
     "identity": (lambda x, i: x @ SQUARE + torch.eye(6)[:, : x.shape[0]].sum(), "aten::slice"),
     "part up to the size": (lambda x, i: x + TABLE[x.shape[0]], "aten::select uses the number of rows as a number"),

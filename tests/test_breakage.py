@@ -282,3 +282,17 @@ def test_a_compiler_that_spoils_a_graph_and_declines_changes_nothing() -> None:
         call = piecework.compile(model, config=CompilationConfig(level=3, splitting_ops=models.OPS))
         x = rows(4)
         torch.testing.assert_close(call(x), model(x))
+
+
+def test_products_of_three_dims_are_looked_through_with_their_sizes_symbolic() -> None:
+    weight = torch.randn(6, 6)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, weight) + x @ weight
+
+    config = CompilationConfig(level=3, splitting_ops=(), piece_compiler="eager")
+    call = piecework.compile(model, config=config, dynamic_arg_dims={"x": {0: "batch", 1: "seq"}})
+    with torch.no_grad():
+        for shape in ((2, 3, 6), (4, 5, 6)):
+            x = torch.randn(shape)
+            torch.testing.assert_close(call(x), model(x))

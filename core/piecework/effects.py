@@ -80,7 +80,12 @@ def find_effects(graph: torch.fx.GraphModule, fake_mode: internals.FakeTensorMod
     """
     finder = _Finder(graph, fake_mode)
     examples = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
-    with internals.one_trace_for_all_sizes(), fake_mode, internals.without_new_guards(fake_mode):
+    with (
+        internals.one_trace_for_all_sizes(),
+        fake_mode,
+        internals.without_new_guards(fake_mode),
+        internals.keeping_sizes_symbolic(),
+    ):
         finder.run(*[fresh_fake(example) for example in examples])
     return finder.effects
 

@@ -189,15 +189,6 @@ def _is_unpadded(call: RowCall) -> bool:
     return all(isinstance(num, int) and num == 0 for num in pad[at : at + 2])
 
 
-def _is_broadcast(call: RowCall) -> bool:
-    place = call.from_right(call.first())
-    return place is None or place == call.from_right(call.results[0])
-
-
-def _is_counted(call: RowCall) -> bool:
-    return not any(call.sizes.depends(call.arguments.get(name)) for name in ("start", "step"))
-
-
 def _is_looked_up(call: RowCall) -> bool:
     """Whether rows are looked up in something that has none."""
     return call.row_dim("weight") is None
@@ -281,7 +272,7 @@ _add_all(
             Rule(_always, "mixes rows"),
             "t transpose permute unsqueeze squeeze view_as_real view_as_complex",
         ),
-        (Rule(_is_broadcast, "repeats rows", shapes=("size", "repeats")), "expand repeat"),
+        (Rule(_always, "repeats rows", shapes=("size", "repeats")), "expand repeat"),
         (Rule(_is_whole_slice, "takes a part of the rows", shapes=("end",)), "slice"),
         (
             Rule(_is_off(), "takes rows apart"),
@@ -341,6 +332,6 @@ _add_all(
             "full zeros ones empty empty_strided empty_permuted scalar_tensor full_like zeros_like ones_like "
             "empty_like new_full new_zeros new_ones new_empty new_empty_strided",
         ),
-        (Rule(_is_counted, "counts from the number of rows", shapes=("end",), makes_constants=True), "arange"),
+        (Rule(_always, "", shapes=("end",), makes_constants=True), "arange"),
     ]
 )

@@ -43,7 +43,12 @@ def why_rows_depend(
         return written
     chosen = _distinct_pieces(split.pieces, unique, row_sizes)
     eager = _EagerRun(split, row_sizes)
-    with internals.one_trace_for_all_sizes(), mode, internals.without_new_guards(mode):
+    with (
+        internals.one_trace_for_all_sizes(),
+        mode,
+        internals.without_new_guards(mode),
+        internals.keeping_sizes_symbolic(),
+    ):
         for step in split.steps:
             why = None
             if isinstance(step, EagerStep):

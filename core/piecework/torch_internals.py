@@ -23,6 +23,7 @@ import torch._dynamo
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._C._dynamo.guards import TensorGuards
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import (
     BackendCompilerFailed,
@@ -227,6 +228,15 @@ def without_new_guards(fake_mode: FakeTensorMode) -> contextlib.AbstractContextM
     """Look at a trace again without narrowing what it holds for."""
     assert fake_mode.shape_env is not None
     return fake_mode.shape_env.suppress_guards()
+
+
+def keeping_sizes_symbolic() -> contextlib.AbstractContextManager[Any]:
+    """Decompose ops on fakes without putting numbers in place of symbolic sizes.
+
+    Before torch 2.13 the C++ form of ``matmul`` does so; those in Python don't, as while tracing. Later ones are
+    left in C++: in Python, ``one_hot`` asserts something of all rows.
+    """
+    return enable_python_dispatcher() if torch.__version__ < "2.13" else contextlib.nullcontext()
 
 
 def tensor_check(
