@@ -1,7 +1,11 @@
 """Ops and small models that several tests share; annotations here are real ones, those of the tests are strings."""
 
 import copy
+import importlib.util
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -130,3 +134,15 @@ class Stack(nn.Module):
         for layer in self.layers:
             x = torch.ops.models.scale3(layer(x)) * 0.3
         return x
+
+
+def example(name: str) -> ModuleType:
+    """Return a program of ``examples/``, imported once in a process: it registers ops."""
+    own = f"{name}_of_the_tests"
+    if own not in sys.modules:
+        spec = importlib.util.spec_from_file_location(own, Path(__file__).parents[1] / "examples" / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[own] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[own])
+    return sys.modules[own]

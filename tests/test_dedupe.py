@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from models import example
 from piecework import CompilationConfig, counters
 from piecework import compile as piecewise
 from piecework.dedupe import CanonicalForm, canonical_form, explain_difference
@@ -230,21 +227,9 @@ def test_packet_and_overload_are_not_taken_for_each_other() -> None:
 # --- models of many layers ------------------------------------------------------------------------
 
 
-def toy_llama() -> ModuleType:
-    path = Path(__file__).parents[1] / "examples" / "toy_llama.py"
-    name = "toy_llama_of_the_tests"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
 @pytest.mark.parametrize("num_layers", [12, 32])
 def test_layers_that_are_alike_compile_once(num_layers: int) -> None:
-    model = toy_llama().build(num_layers, hidden=16, mlp=32, vocab=16, tractable=False)
+    model = example("toy_llama").build(num_layers, hidden=16, mlp=32, vocab=16, tractable=False)
     recorder = Recorder()
     expected = {
         "num_graphs_seen": 1,
@@ -263,7 +248,7 @@ def test_layers_that_are_alike_compile_once(num_layers: int) -> None:
 
 
 def test_unsplit_model_is_one_piece() -> None:
-    model = toy_llama().build(2, hidden=16, mlp=32, vocab=16)
+    model = example("toy_llama").build(2, hidden=16, mlp=32, vocab=16)
     config = CompilationConfig(level=3, splitting_ops=(), piece_compiler="recorder")
     one = dict.fromkeys(
         (

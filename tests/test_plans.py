@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import gc
-import importlib.util
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import models  # noqa: F401 - registers the ops
+import models  # registers the ops
 import piecework
 import piecework_silly_attention as op
 from piecework import CaptureError, CompilationConfig, SplittingOp, counters, set_compile_context, testing
 from piecework.api import forward_of
 from piecework.plans import Plans
 
-ROOT = Path(__file__).parents[1]
 OPS = ("models::attn", "models::scale3", "models::pair")
 ops = torch.ops.models
 
@@ -70,24 +64,13 @@ def check(call: Any, model: Any, *sizes: int) -> None:
         torch.testing.assert_close(call(x.clone()), model(x))
 
 
-@functools.cache
-def example(name: str) -> ModuleType:
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"examples/{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where Dynamo looks for its globals
-    spec.loader.exec_module(module)
-    return module
-
-
 # --- which sizes are captured, and when ---
 
 
 def test_silly_program_captures_three_pieces_at_two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIECEWORK_LEVEL", "3")
     monkeypatch.setenv("PIECEWORK_CONFIG", '{"piece_compiler": "eager"}')
-    model = example("silly").SillyModel()
+    model = models.example("silly").SillyModel()
     piecework.set_attention_ops(["silly.attention"])
     expected = {"num_graphs_seen": 1, "num_pieces_seen": 5, "num_capturable_pieces_seen": 3, "num_graph_captures": 6}
     with counters.expect(**expected, num_graph_replays=6), set_compile_context([1, 2]):
@@ -103,7 +86,7 @@ def test_silly_program_captures_three_pieces_at_two_sizes(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("is_split", "num_captures"), [(True, 26), (False, 2)])
 def test_toy_llama_of_12_layers(is_split: bool, num_captures: int) -> None:
-    toy = example("toy_llama")
+    toy = models.example("toy_llama")
     model = toy.ToyLlama(12, hidden=16, mlp=32, vocab=100)
     settings = config(splitting_ops=("toy::attention",) if is_split else (), capture_sizes=(1, 2))
     call = piecework.compile(model, config=settings)

@@ -54,7 +54,7 @@ def toy_llama_command(
     plugin: Annotated[
         list[str] | None,
         typer.Option(
-            help="A module to register as a plugin, such as piecework_cudagraph. Only where the packages are on the "
+            help="A module to register as a plugin, such as piecework_foo. Only where the packages are on the "
             "path without being installed: installed plugins are found. Repeatable."
         ),
     ] = None,
