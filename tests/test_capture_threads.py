@@ -34,7 +34,7 @@ def in_thread(work: Callable[[], Any]) -> Any:
         with torch.no_grad():
             try:
                 results.append(work())
-            except BaseException as error:
+            except BaseException as error:  # of another thread, to be looked at in this one
                 results.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
@@ -181,7 +181,7 @@ def _noting(work: Callable[[], None], failures: list[BaseException]) -> Callable
     def run() -> None:
         try:
             work()
-        except BaseException as error:
+        except BaseException as error:  # of another thread, to be looked at in this one
             failures.append(error)
 
     return run

@@ -6,7 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -255,9 +255,9 @@ def test_capture_takes_arguments_by_name_and_a_decorated_instance(monkeypatch: p
 def test_capture_says_what_it_can_not_do() -> None:
     call, _ = compiled()
     with pytest.raises(piecework.ConfigError, match="list of sizes"):
-        piecework.capture(call, 4, torch.randn(3, 4))  # type: ignore[arg-type]
+        piecework.capture(call, cast(Any, 4), torch.randn(3, 4))
     with pytest.raises(piecework.ConfigError, match="a tuple of arguments or a dict"):
-        piecework.capture(call, [4], "x")  # type: ignore[arg-type]
+        piecework.capture(call, [4], cast(Any, "x"))
     with pytest.raises(piecework.ConfigError, match=r"example_inputs don't fit Block\(x.*missing a required argument"):
         piecework.capture(call, [4], ())
     with pytest.raises(CaptureError, match="warm-up.*dtype"):
@@ -401,6 +401,17 @@ def test_graphs_are_gone_as_soon_as_they_are_released() -> None:
         assert recording() is None
     finally:
         gc.enable()
+
+
+def test_graphs_are_gone_before_their_pool_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, model = compiled(capture_sizes=(2, 3), max_padding_ratio=1)
+    check(call, model, 2, 3)
+    capturer = plans_of(call).pool.capturer
+    held: list[int] = []
+    give_back = capturer.release
+    monkeypatch.setattr(capturer, "release", lambda: (held.append(capturer.memory().driver_bytes), give_back()))
+    piecework.release(call)
+    assert held == [0]
 
 
 # --- threads ---

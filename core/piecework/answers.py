@@ -53,29 +53,26 @@ def _as_splitting_ops(
 
 def check_compiled_piece(implementation: Implementation, answer: object) -> CompiledPiece | None:
     """Return the answer, if it is one that may be given."""
-    if answer is None:
-        return None
-    if not isinstance(answer, CompiledPiece) or not callable(answer.run):
+    if answer is not None and (not isinstance(answer, CompiledPiece) or not callable(answer.run)):
         raise implementation.refuse(answer, "a CompiledPiece, or None")
-    given = _given.get()
-    if implementation.is_wrapper and not given:
-        raise implementation.refuse(
-            answer, "None where nobody compiled the piece; to compile pieces, implement the hook without wrapper=True"
-        )
-    given.append((implementation, answer))
-    return answer
+    return _noted(implementation, answer, "compiled the piece; to compile pieces")
 
 
 def check_capturer(implementation: Implementation, answer: object) -> Capturer | None:
     """Return the answer, if it is one that may be given."""
+    if answer is not None and not isinstance(answer, Capturer):
+        raise implementation.refuse(answer, "an instance of a subclass of piecework.Capturer, or None")
+    return _noted(implementation, answer, "captures; to capture")
+
+
+def _noted(implementation: Implementation, answer: Any, what_nobody_does: str) -> Any:
+    """Note who gave the first answer; a wrapper may give none of its own."""
     if answer is None:
         return None
-    if not isinstance(answer, Capturer):
-        raise implementation.refuse(answer, "an instance of a subclass of piecework.Capturer, or None")
     given = _given.get()
     if implementation.is_wrapper and not given:
         raise implementation.refuse(
-            answer, "None where nobody captures; to capture, implement the hook without wrapper=True"
+            answer, f"None where nobody {what_nobody_does}, implement the hook without wrapper=True"
         )
     given.append((implementation, answer))
     return answer

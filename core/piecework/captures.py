@@ -257,7 +257,7 @@ class Captures:
             undo.callback(put_back)
             try:
                 yield undo
-            except Exception as error:
+            except Exception as error:  # of the plugin that captures, whose name it gets
                 own = isinstance(error, CaptureError)
                 why = str(error) if own else f"plugin {self.pool.plugin!r} raised {type(error).__name__}: {error}"
                 raise CaptureError(f"size {key} of {self.owner} can't be captured: {why}") from error

@@ -169,7 +169,7 @@ class CudaGraphCapturer(Capturer):
             internals.begin_capture(graph, pool.id)
             # An alias has no place for a conjugation that is still to be done.
             results = tuple(result.resolve_conj().resolve_neg() for result in fn())
-        except BaseException as error:
+        except BaseException as error:  # Raised again, when the capture is ended: an interrupt must end it, too.
             refusal = self._end(graph, pool, num_uses)
             graph.reset()  # The traceback keeps the graph.
             why = explain(error) or (refusal and explain(refusal))
