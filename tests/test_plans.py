@@ -252,6 +252,20 @@ def test_capture_takes_arguments_by_name_and_a_decorated_instance(monkeypatch: p
         torch.testing.assert_close(model(torch.ones(2), 3.0), torch.full((2,), 3.0))
 
 
+def test_capture_sees_parameters_that_were_replaced_since_the_last_call() -> None:
+    call, model = compiled(capture_sizes=())
+    piecework.capture(call, [2, 3], torch.randn(2, 4))
+    check(call, model, 2)
+    model.a.weight = nn.Parameter(torch.randn(4, 4))
+    with counters.expect(num_graph_captures=6):
+        piecework.capture(call, [2, 3], torch.randn(2, 4))
+    with counters.expect(num_graph_captures=0, num_graph_replays=6):
+        check(call, model, 2, 3)
+    model.a = nn.Linear(4, 4).double()
+    with pytest.raises(piecework.TraceDepartureError, match="dtype"):
+        piecework.capture(call, [4], torch.randn(2, 4))
+
+
 def test_capture_says_what_it_can_not_do() -> None:
     call, _ = compiled()
     with pytest.raises(piecework.ConfigError, match="list of sizes"):
