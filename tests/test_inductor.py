@@ -15,13 +15,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.utils import align_inputs_from_check_idxs
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._ordered_set import OrderedSet
 
 import piecework
 import piecework_inductor
 from piecework import CompilationConfig, CompileError, ConfigError, Piece, PieceworkWarning, counters, hookimpl
 from piecework.testing import plugins
-from piecework_inductor import compiler, inductor_internals
+from piecework_inductor import compiler, inductor_internals, passes
 from piecework_inductor.options import InductorOptions, read_options
+from piecework_inductor.passes import UnfuseResiduals
 from split_models import compiled_by, compiled_state, ops, rows
 
 
@@ -149,6 +154,138 @@ def test_piece_is_handed_over_as_a_copy(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(one.unique.piece.graph.graph.output_node() for one in compiled_state(compiled).unique)
 
 
+# --- what is changed in graphs ---------------------------------------------------------------------
+
+
+def graph_of_addmm(residual: tuple[int, ...], *, device: str = "cuda", **kwargs: Any) -> torch.fx.Graph:
+    """Return the graph of one ``addmm``, with values as Inductor keeps them; no device is needed."""
+    graph = torch.fx.Graph()
+    sizes = (residual, (8, 16), (16, 32), (8, 32))
+    with FakeTensorMode():
+        values = [torch.empty(size, device=device) for size in sizes]
+    nodes = [graph.placeholder(f"a{i}") for i in range(3)]
+    nodes.append(graph.call_function(torch.ops.aten.addmm.default, tuple(nodes), kwargs))
+    for node, value in zip(nodes, values, strict=True):
+        node.meta["val"] = value
+    graph.output(nodes[-1])
+    return graph
+
+
+def called(graph: torch.fx.Graph) -> list[str]:
+    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+
+def test_a_residual_is_added_after_the_product() -> None:
+    graph = graph_of_addmm((8, 32))
+    UnfuseResiduals()(graph)
+    graph.lint()
+    assert called(graph) == ["aten.mm.default", "aten.add.Tensor"]
+    assert all(node.meta["val"].shape == (8, 32) for node in graph.nodes if node.op == "call_function")
+    given = [torch.randn(size) for size in ((8, 32), (8, 16), (16, 32))]
+    torch.testing.assert_close(torch.fx.GraphModule({}, graph)(*given), torch.addmm(*given))
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        lambda: graph_of_addmm((32,)),
+        lambda: graph_of_addmm((8, 32), alpha=2),
+        lambda: graph_of_addmm((8, 32), beta=0.5),
+        lambda: graph_of_addmm((8, 32), device="cpu"),
+    ],
+)
+def test_everything_else_stays_fused(graph: Callable[[], torch.fx.Graph]) -> None:
+    made = graph()
+    UnfuseResiduals()(made)
+    assert called(made) == ["aten.addmm.default"]
+
+
+class CountingPass(CustomGraphPass):
+    """A pass of a user's."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.num_calls += 1
+
+    def uuid(self) -> str:
+        return "counting"
+
+
+@pytest.mark.parametrize("unfuse_residuals", [False, True])
+def test_a_pass_of_the_process_runs_too(monkeypatch: pytest.MonkeyPatch, unfuse_residuals: bool) -> None:
+    num_ours: list[int] = []
+    monkeypatch.setattr(UnfuseResiduals, "__call__", lambda self, graph: num_ours.append(1))
+    own = CountingPass()
+    with torch._inductor.config.patch(post_grad_custom_post_pass=own, force_disable_caches=True), torch.no_grad():
+        by_inductor(Block(), plugin_options={"inductor": {"unfuse_residuals": unfuse_residuals}})(rows(4))
+    assert (own.num_calls, len(num_ours)) == (2, 2 if unfuse_residuals else 0)
+
+
+def test_a_pass_that_can_not_be_cached_makes_the_pair_uncacheable() -> None:
+    ours = UnfuseResiduals()
+    assert passes._Both(CountingPass(), ours).uuid() == ("counting", ours.uuid())
+    assert passes._Both(lambda graph: None, ours).uuid() is None
+
+
+# --- addresses ------------------------------------------------------------------------------------
+
+
+def test_inputs_at_odd_addresses_go_through_the_check_of_inductor() -> None:
+    def call(given: list[Any]) -> tuple[Any, ...]:
+        return ("checked", *given)
+
+    checking = align_inputs_from_check_idxs(lambda given: ("unchecked", *given), [0, 2], OrderedSet())
+    aligned, positions = inductor_internals._without_check_of_alignment(checking)
+    assert (aligned([1]), positions) == (("unchecked", 1), (0, 2))  # Inductor still builds it as we take it apart.
+    run = compiler._taking_arguments(inductor_internals.InnerFunction(call, 1, aligned, positions), 4)
+    even, odd = torch.zeros(8), torch.zeros(8)[1:]
+    assert run(even, odd, even, 7)[0] == "unchecked"
+    assert run(odd, even, even, 7)[0] == "checked"
+    assert run(even, even, odd, 7)[0] == "checked"
+    assert run(even, odd, even, 7)[1:] == (even, odd, even, 7)
+
+
+@pytest.mark.cuda
+def test_inputs_at_odd_addresses_are_answered_on_a_card() -> None:
+    model = Block().cuda().requires_grad_(False)
+    call = by_inductor(model, capture_sizes=())
+    memory = torch.randn(6 * 8 + 3, device="cuda")
+    for offset in (0, 1, 3):
+        x = memory[offset : offset + 48].view(8, 6)
+        torch.testing.assert_close(call(x), model(x), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.cuda
+def test_a_piece_that_returns_its_residual_stream_has_no_kernel_to_copy_it() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.norm, self.down = nn.Linear(64, 64, bias=False), nn.RMSNorm(64), nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            stream = x + self.up(x)
+            return stream, self.down(self.norm(stream))
+
+    model = Residual().cuda().to(torch.bfloat16).requires_grad_(False)
+    x = torch.randn(8, 64, device="cuda", dtype=torch.bfloat16)
+    num_kernels = {}
+    for unfuse in (False, True):
+        options = {"inductor": {"unfuse_residuals": unfuse}}
+        call = by_inductor(model, capture_sizes=(), plugin_options=options)
+        torch.testing.assert_close(call(x), model(x), atol=0.1, rtol=0.1)
+        num_kernels[unfuse] = num_kernels_of(lambda call=call: call(x))
+    assert num_kernels == {False: 4, True: 3}
+
+
+def num_kernels_of(call: Callable[[], Any]) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+
+
 # --- results --------------------------------------------------------------------------------------
 
 
@@ -168,7 +305,7 @@ class Watching:
 
 
 def is_inner(run: Any) -> bool:
-    return getattr(run, "__qualname__", "").startswith("_taking_a_list")
+    return "aligned_call" in getattr(run, "__globals__", {})
 
 
 def test_equal_to_eager_at_every_size_and_with_replaced_weights() -> None:

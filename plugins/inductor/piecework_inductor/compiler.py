@@ -15,6 +15,7 @@ import torch
 from piecework import CompiledPiece, CompileError, Piece
 from piecework_inductor import inductor_internals as internals
 from piecework_inductor.options import InductorOptions
+from piecework_inductor.passes import UnfuseResiduals, with_pass
 
 logger = logging.getLogger("piecework.inductor")
 
@@ -25,15 +26,16 @@ def compile_piece(piece: Piece, options: InductorOptions) -> CompiledPiece:
     Raises:
         CompileError: Inductor failed, or took longer than ``compile_timeout_s``.
     """
+    config = with_pass(options.config, UnfuseResiduals()) if options.unfuse_residuals else options.config
     with _watched(piece, options.compile_timeout_s):
         try:
-            artifact = internals.compile_graph(copy.deepcopy(piece.graph), piece.example_inputs, options.config)
+            artifact = internals.compile_graph(copy.deepcopy(piece.graph), piece.example_inputs, config)
         except Exception as error:
             raise CompileError(f"Inductor can't compile {piece.name}: {_last_line(error)}") from error
     inner = internals.inner_function(artifact) if options.call_inner_function and _needs_no_wrapper(piece) else None
     num_outputs = len(piece.graph.graph.output_node().args[0])  # pyright: ignore[reportArgumentType]
     if inner is not None and inner.num_outputs == num_outputs:
-        return CompiledPiece(_taking_a_list(inner.call))
+        return CompiledPiece(_taking_arguments(inner, len(piece.example_inputs)))
     logger.debug("%s is called through all layers of Inductor's artifact", piece.name)
     return CompiledPiece(artifact)
 
@@ -52,9 +54,21 @@ def _needs_no_wrapper(piece: Piece) -> bool:
     return piece.outputs_are_fresh and plain and not internals.is_any_autocast_enabled()
 
 
-def _taking_a_list(call: Callable[[list[Any]], Any]) -> Callable[..., Any]:
-    # Inductor's function takes one list and empties it, to free inputs early.
-    return lambda *inputs: call(list(inputs))
+def _taking_arguments(inner: internals.InnerFunction, num_inputs: int) -> Callable[..., Any]:
+    """Return a function of so many arguments around Inductor's, which takes one list and empties it.
+
+    Its own look at the addresses of all inputs, parameters too, is a loop that takes as long as launching a kernel.
+    Here it is one expression, and Inductor's way is gone where an address is odd.
+    """
+    arguments = ", ".join(f"a{i}" for i in range(num_inputs))
+    lines = [f"def run({arguments}):"]
+    if inner.checked_inputs:
+        addresses = " | ".join(f"pointer(a{i})" for i in inner.checked_inputs)
+        lines += [f"    if ({addresses}) % {internals.ALIGNMENT}:", f"        return call([{arguments}])"]
+    lines.append(f"    return aligned_call([{arguments}])")
+    namespace = {"call": inner.call, "aligned_call": inner.aligned_call, "pointer": torch.Tensor.data_ptr}
+    exec("\n".join(lines), namespace)
+    return namespace["run"]
 
 
 @contextmanager

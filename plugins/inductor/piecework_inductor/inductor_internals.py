@@ -3,21 +3,45 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._inductor import standalone_compile
+from torch._inductor import config as inductor_config
+from torch._inductor import custom_graph_pass, standalone_compile
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.exc import InductorError
 from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.utils import ALIGNMENT
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import _config as symbolic_shapes_config
 
-__all__ = ["FakeTensor", "InnerFunction", "compile_graph", "inner_function", "is_any_autocast_enabled"]
+__all__ = [
+    "ALIGNMENT",
+    "LAST_PASS",
+    "TAKES_SEVERAL_PASSES",
+    "CustomGraphPass",
+    "FakeTensor",
+    "InnerFunction",
+    "compile_graph",
+    "inner_function",
+    "is_any_autocast_enabled",
+    "process_wide",
+]
+
+LAST_PASS = "post_grad_custom_post_pass"
+TAKES_SEVERAL_PASSES = hasattr(custom_graph_pass, "get_custom_graph_passes")
+"""From torch 2.13 on, a setting for passes may be a tuple of them."""
 
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
+def process_wide(name: str) -> Any:
+    """Return a value of ``torch._inductor.config`` as it is for the whole process."""
+    return getattr(inductor_config, name)
 
 
 def compile_graph(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], config: dict[str, Any]) -> Any:
@@ -76,6 +100,11 @@ class InnerFunction:
 
     call: Callable[[list[Any]], Any]
     num_outputs: int
+    aligned_call: Callable[[list[Any]], Any]
+    """The same, without a look at the addresses of inputs; ``call`` itself where there is none."""
+    checked_inputs: Sequence[int]
+    """Positions of the inputs whose addresses ``call`` looks at: it copies those that are no multiple of
+    ``ALIGNMENT``, as the code relies on it."""
 
 
 def inner_function(artifact: Any) -> InnerFunction | None:
@@ -89,7 +118,19 @@ def inner_function(artifact: Any) -> InnerFunction | None:
     found = [item for item in _reachable(artifact) if isinstance(item, CompiledFxGraph)]
     if len(found) != 1 or found[0].current_callable is None or found[0].output_strides is None:
         return None
-    return InnerFunction(found[0].current_callable, len(found[0].output_strides))
+    call = found[0].current_callable
+    aligned_call, checked_inputs = _without_check_of_alignment(call)
+    return InnerFunction(call, len(found[0].output_strides), aligned_call, checked_inputs)
+
+
+def _without_check_of_alignment(call: Callable[[list[Any]], Any]) -> tuple[Callable[[list[Any]], Any], Sequence[int]]:
+    """Return what Inductor wraps in its check of addresses, and the positions of the inputs that it looks at."""
+    if getattr(call, "__qualname__", "") != "align_inputs_from_check_idxs.<locals>.run":
+        return call, ()
+    held = inspect.getclosurevars(call).nonlocals
+    if "model" not in held or "inputs_to_check" not in held:
+        return call, ()
+    return held["model"], tuple(held["inputs_to_check"])
 
 
 _MAX_DEPTH = 12

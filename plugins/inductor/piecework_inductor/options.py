@@ -22,6 +22,8 @@ class InductorOptions(BaseModel):
             as failed when it is done.
         call_inner_function: call the function that Inductor generated without the layers around it,
             where nothing needs them; it saves some microseconds per piece and call.
+        unfuse_residuals: on CUDA, add a residual that a piece returns after the product and not in it, as Inductor
+            does inside of a graph; it saves a kernel per layer.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -29,6 +31,7 @@ class InductorOptions(BaseModel):
     config: dict[str, Any] = Field(default_factory=dict)
     compile_timeout_s: float = Field(default=300.0, gt=0)
     call_inner_function: bool = True
+    unfuse_residuals: bool = True
 
 
 def read_options(config: CompilationConfig) -> InductorOptions:
