@@ -239,6 +239,33 @@ def an_alias_has_the_form_of_its_tensor(capturer: Capturer) -> None:
 
 
 @case
+def an_alias_with_a_storage_of_its_own_has_nothing_else_in_it(capturer: Capturer) -> None:
+    with capturer.session():
+        for made in (capturer.empty((6, 4), (4, 1), torch.bfloat16), capturer.empty((3,), (1,), torch.float32)):
+            view = made[1:]
+            alias = capturer.alias(view, has_own_storage=True)
+            assert (alias.size(), alias.stride(), alias.dtype) == (view.size(), view.stride(), view.dtype)
+            assert alias.data_ptr() == view.data_ptr()
+            assert alias.untyped_storage().data_ptr() == made.data_ptr()
+            assert alias.untyped_storage().nbytes() == made.untyped_storage().nbytes()
+
+
+@case
+def aliases_do_not_end_with_their_session(capturer: Capturer) -> None:
+    x = ones(capturer, 3)
+    with capturer.session():
+        captures = [capturer.capture(Recordable("piece", lambda x, i=i: (x + i,), (x,))) for i in range(3)]
+        aliases = [capturer.alias(capture.outputs[0]) for capture in captures]
+    capturer.release()
+    gc.collect()
+    with capturer.session():
+        capturer.capture(Recordable("other", lambda x: (x * 7,), (x,)))
+    for capture in captures:
+        capture.replay()
+    assert [alias.tolist() for alias in aliases] == [[1.0] * 3, [2.0] * 3, [3.0] * 3]
+
+
+@case
 def an_alias_sees_what_replays_write(capturer: Capturer) -> None:
     x = ones(capturer, 3)
     capture = record(capturer, lambda x: (x + 1,), x)

@@ -289,4 +289,6 @@ def test_static_inputs_and_outputs() -> None:
             kept.copy_(rows(8))
             close(call(kept[:size]), model(kept[:size]))
     assert piecework.report(call).num_recaptures == 0
-    assert call(kept).data_ptr() == call(kept).data_ptr()
+    result = call(kept)
+    assert result.data_ptr() == call(kept).data_ptr()
+    assert result.untyped_storage().nbytes() == result.nbytes  # Nobody who saves it saves the pool.

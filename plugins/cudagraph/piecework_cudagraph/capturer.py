@@ -70,6 +70,8 @@ class CudaGraphCapturer(Capturer):
                         yield
             finally:
                 self._is_in_session = False
+                for pool in self._pools:
+                    pool.forget_aliases()
                 caller.wait_stream(self._stream)
 
     def capture(self, fn: Callable[[], tuple[torch.Tensor, ...]]) -> Capture:
@@ -101,12 +103,13 @@ class CudaGraphCapturer(Capturer):
         with _enough_memory(f"a static tensor {list(size)} of {dtype}"), torch.inference_mode(False):
             return pool.empty(size, stride, dtype)
 
-    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+    def alias(self, tensor: torch.Tensor, *, has_own_storage: bool = False) -> torch.Tensor:
         """Return a tensor over the same memory that holds the pool only; one outside of the pool as it is."""
-        storage = tensor.untyped_storage()
-        for pool in self._pools if storage.nbytes() else ():
-            if pool.holds(storage.data_ptr()):
-                return pool.alias(tensor)
+        # A common one would hold the pool until the end of the next session, if it were made outside of one.
+        is_own = has_own_storage or not self._is_in_session
+        for pool in self._pools if tensor.untyped_storage().nbytes() else ():
+            if (alias := pool.own_alias(tensor) if is_own else pool.alias(tensor)) is not None:
+                return alias
         return tensor
 
     def memory(self) -> CaptureMemory:
@@ -168,7 +171,10 @@ class CudaGraphCapturer(Capturer):
         try:
             internals.begin_capture(graph, pool.id)
             # An alias has no place for a conjugation that is still to be done.
-            results = tuple(result.resolve_conj().resolve_neg() for result in fn())
+            results = tuple(
+                result.resolve_conj().resolve_neg() if result.is_conj() or result.is_neg() else result
+                for result in fn()
+            )
         except BaseException as error:  # Raised again, when the capture is ended: an interrupt must end it, too.
             refusal = self._end(graph, pool, num_uses)
             graph.reset()  # The traceback keeps the graph.
