@@ -453,6 +453,38 @@ def test_a_capturer_of_the_abstract_methods_alone_will_do() -> None:
         assert capturer.num_releases == 1
 
 
+def test_a_piece_is_warmed_up_once_per_size_and_again_after_a_failure() -> None:
+    class Counting(EmulatedCapturer):
+        num_warm_ups = 0
+
+        def warm_up(self, fn: Any) -> None:
+            self.num_warm_ups += 1
+            super().warm_up(fn)
+
+    def new_warm_ups() -> int:
+        count, capturer.num_warm_ups = capturer.num_warm_ups, 0
+        return count
+
+    capturer = Counting(torch.device("cpu"), fail_at=15)
+    with capturing_by(capturer):
+        model = Stateless()
+        call = compiled(model)
+        check(call, model, rows(2))
+        num_pieces = new_warm_ups()
+        assert num_pieces > 0
+        check(call, model, rows(3))
+        assert new_warm_ups() == num_pieces
+        model.layers[0].weight = nn.Parameter(rows(4))
+        check(call, model, rows(2))
+        assert new_warm_ups() == 0
+        model.layers[0].weight = nn.Parameter(rows(4))
+        with pytest.raises(CaptureError, match="asked to fail"):
+            call(rows(2))
+        new_warm_ups()  # While it looks for the op that fails.
+        check(call, model, rows(2))
+        assert new_warm_ups() == num_pieces
+
+
 ODD = ("session", "capture", "empty", "memory", "alias", "warm_up", "refuses")
 
 

@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 from piecework import torch_internals as internals
 from piecework.effects import line_of, op_name, tensors_in
 from piecework.errors import CaptureError
-from piecework.segment import Action, OpAction, PieceAction
+from piecework.program import Action, OpAction, PieceAction
 from piecework.static_inputs import UnknownSizeError, base_of
 from piecework.values import Values
 
@@ -49,11 +49,14 @@ def _bind_piece(action: PieceAction, values: Values) -> Bound:
 
 def _bind_op(action: OpAction, values: Values) -> Bound:
     node, effects = action.node, values.effects
-    args, kwargs = map_arg((node.args, node.kwargs), values.bound)
-    call = functools.partial(action.function(effects), *args, **kwargs)
+    # A third of the time of one look at all arguments, which are nested in few ops.
+    args = [values.bound(arg) if isinstance(arg, Node) else map_arg(arg, values.bound) for arg in node.args]
+    call = functools.partial(action.function, *args, **map_arg(node.kwargs, values.bound))
     if node in effects.identical:
         return Bound(call)
     result = effects.values[node]
+    if result is None:
+        return Bound(call, {node: None})
     _check_result(node, result)
     fakes = tensors_in(result)
     sources = [_source_of(key, node, values) for key in effects.storages[node]]

@@ -26,7 +26,7 @@ from piecework.plans import Plans
 from piecework.plugins import PluginManager
 from piecework.pool import Pool, pool_of
 from piecework.process_settings import attention_ops, compile_context
-from piecework.recorder import Pieces
+from piecework.program import Pieces
 from piecework.run import Runs, StraightLine, straight_line, whole_graph
 from piecework.settings import Settings
 from piecework.split import SplitGraph, split_graph

@@ -23,7 +23,8 @@ from piecework.inputs import GraphInputs, Key
 from piecework.plan import Plan, cut
 from piecework.pool import NESTED, RECORDED, Pool
 from piecework.process_settings import is_frozen
-from piecework.recorder import Pieces, Recorder, Recording, recording_session
+from piecework.program import Pieces, Programs
+from piecework.recorder import Recorder, Recording, recording_session
 from piecework.refusals import Refusals
 from piecework.schedule import Schedule
 from piecework.split import SplitGraph
@@ -71,9 +72,12 @@ class Captures:
         self.refusals = Refusals(pool.capturer, pool.device)
         outside = (*inputs.bound, *(tensor.node for tensor in statics.tensors.values()))
         self.schedule = Schedule(split, outside, results)
+        self.programs = Programs(self.schedule, self.refusals)
         self.budget = Budget(config.max_capture_bytes)
         self.plans: dict[Key, Plan] = {}
         self.retry_at: dict[Key, int] = {}
+        self.warm: defaultdict[Key, set[str]] = defaultdict(set)
+        """Pieces that were warmed up at a size: they need not be when that is captured again."""
         self.said: set[str] = set()
         """Reasons why a capture failed that were said."""
         self.is_recording = False
@@ -258,6 +262,7 @@ class Captures:
             try:
                 yield undo
             except Exception as error:  # of the plugin that captures, whose name it gets
+                self.warm.pop(key, None)
                 own = isinstance(error, CaptureError)
                 why = str(error) if own else f"plugin {self.pool.plugin!r} raised {type(error).__name__}: {error}"
                 raise CaptureError(f"size {key} of {self.owner} can't be captured: {why}") from error
@@ -265,11 +270,11 @@ class Captures:
     def record(self, key: Key, given: Mapping[int, torch.Tensor]) -> Recording:
         values = self.sizes.values_of(key)
         recorder = Recorder(
-            *(self.schedule, replace(self.inputs, bound=self.bound()), self.pieces(key)),
-            *(self.pool, self.statics, self.refusals),
+            self.programs.of(self.pieces(key), key if len(values) == 1 else values),
+            *(self.schedule, replace(self.inputs, bound=self.bound()), self.pool, self.statics, self.refusals),
             numbers=self.sizes.numbers_of(key),
-            size=key if len(values) == 1 else values,
             results=self.results,
+            warm=self.warm[key],
         )
         return recorder.record(given)
 

@@ -29,7 +29,7 @@ from piecework.pieces import InputKind
 from piecework.plans import Plans
 from piecework.plugins import plugin_manager
 from piecework.process_settings import is_frozen
-from piecework.recorder import Pieces
+from piecework.program import Pieces
 from piecework.run import straight_line
 from piecework.settings import resolve_settings
 from piecework.split import split_graph

@@ -14,7 +14,7 @@ from piecework import torch_internals as internals
 from piecework.capturing import CaptureMemory
 from piecework.counting import counters
 from piecework.inputs import GraphInputs, Key, Numbers
-from piecework.plan_code import PlanCode, copy, describe_results, plan_code
+from piecework.plan_code import PlanCode, describe_results, plan_code
 from piecework.pool import Pool
 from piecework.recorder import Recording
 from piecework.split import SplitGraph
@@ -85,13 +85,15 @@ class PlanFunctions:
         self.results = describe_results(split, inputs)
         self.codes: dict[tuple[bool, tuple[int, ...]], PlanCode] = {}
 
-    def function(self, variant: Variant, numbers: Numbers, bound: Mapping[Node, torch.Tensor]) -> Callable[..., Any]:
+    def function(
+        self, variant: Variant, numbers: Numbers, bound: Callable[[], Mapping[Node, torch.Tensor]]
+    ) -> Callable[..., Any]:
         """Return what answers calls of one size.
 
         Args:
             variant: counts the calls.
             numbers: the value of each symbol at the size of the calls.
-            bound: the parameters and buffers.
+            bound: returns the parameters and buffers.
         """
         memory = variant.recording
         namespace: dict[str, Any] = {
@@ -99,12 +101,9 @@ class PlanFunctions:
             "let_go": self.pool.lock.release,
             "pool": self.pool,
             "current_stream": self.pool.capturer.current_stream,
-            "pointer": torch.Tensor.data_ptr,
             "elsewhere": functools.partial(self.elsewhere, variant),
             "while_busy": functools.partial(self.while_busy, variant),
-            "copy": copy,
             "copy_all": internals.foreach_copy_,
-            "clone": torch.clone,
             "base_of": base_of,
             "steps": memory.steps,
             "variant": variant,
@@ -120,7 +119,9 @@ class PlanFunctions:
         for i, node in enumerate(self.results.made_from):
             size = self.statics.layout(self.effects.values[node], numbers).size
             namespace[f"b{i}"] = cut(memory.outputs[node], size)
-        namespace |= {name: bound[node] for node, name in self.results.bound_names.items()}
+        if self.results.bound_names:
+            tensors = bound()
+            namespace |= {name: tensors[node] for node, name in self.results.bound_names.items()}
         namespace |= {"padding": padding, "zero_padding": internals.foreach_zero_}
         return self.code(variant.is_padded, tuple(sorted(memory.inputs))).function(namespace)
 

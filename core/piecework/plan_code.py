@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from piecework import torch_internals as internals
@@ -20,8 +19,6 @@ from piecework.inputs import GraphInputs
 from piecework.run import CodeWriter
 from piecework.split import SplitGraph
 from piecework.static_inputs import GraphTensor
-
-copy = internals.direct_call(torch.ops.aten.copy_.default)
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,8 @@ class Results:
     texts: tuple[str, ...]
     namespace: Mapping[str, Any]
     bound_names: Mapping[Node, str]
-    """What the code calls parameters and buffers; the function of a plan is given those of its time."""
+    """What the code calls parameters and buffers that are returned; the function of a plan is given those of its
+    time."""
 
 
 def describe_results(split: SplitGraph, inputs: GraphInputs) -> Results:
@@ -56,8 +54,10 @@ def describe_results(split: SplitGraph, inputs: GraphInputs) -> Results:
     writer.names.update(made_from)
     texts = tuple(writer.returned(value) for value in returned)
     lines = tuple(line.text for line in writer.lines)
-    names = writer.bound_names
-    namespace = {name: value for name, value in writer.namespace.items() if name not in names.values()}
+    bound_names = writer.bound_names
+    namespace = {name: value for name, value in writer.namespace.items() if name not in bound_names.values()}
+    used = {base for found in bases for base in found}
+    names = {node: name for node, name in bound_names.items() if node in used}
     return Results(tuple(made_from), lines, texts, namespace, names)
 
 
@@ -114,10 +114,10 @@ def plan_code(
     """
     parameters = ", ".join([*(f"a{i}" for i in inputs.tensor_indices), *inputs.sizes.variables.values()])
     stale = ["pool.is_busy", "current_stream() != pool.stream and not pool.switch()"]
-    stale += [f"pointer(a{tensor.index}) != h{tensor.index}" for tensor in held]
+    stale += [f"a{tensor.index}.data_ptr() != h{tensor.index}" for tensor in held]
     body = [*_copies(copied, is_padded), "for step in steps:", "    step()"]
     body += _clones(results, static_outputs)
-    back = [f"copy({_source(t)}, i{t.index})" for t in copied if t.index in written]
+    back = [f"{_source(t)}.copy_(i{t.index})" for t in copied if t.index in written]
     body += [*back, *results.lines]
     lines = [
         f"def run({parameters}):",
@@ -154,10 +154,10 @@ def _copies(copied: Sequence[GraphTensor], is_padded: bool) -> list[str]:
     for tensor in copied:
         by_kind.setdefault((tensor.fake.dtype, tensor.fake.device), []).append(tensor)
     for tensors in by_kind.values():
-        moved = " or ".join(f"pointer(a{t.index}) != at{t.index}" for t in tensors)
+        moved = " or ".join(f"a{t.index}.data_ptr() != at{t.index}" for t in tensors)
         if len(tensors) == 1:
             (only,) = tensors
-            launch = f"copy(i{only.index}, {_source(only)})"
+            launch = f"i{only.index}.copy_({_source(only)})"
         else:
             kept = ", ".join(f"i{t.index}" for t in tensors)
             given = ", ".join(map(_source, tensors))
@@ -171,5 +171,5 @@ def _source(tensor: GraphTensor) -> str:
 
 
 def _clones(results: Results, static_outputs: bool) -> list[str]:
-    made = "b{0}" if static_outputs else "clone(b{0})"
+    made = "b{0}" if static_outputs else "b{0}.clone()"
     return [f"o{i} = {made.format(i)}" for i in range(len(results.made_from))]

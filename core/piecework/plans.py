@@ -19,7 +19,7 @@ from piecework.padding import Padding
 from piecework.plan import Plan, PlanFunctions, Variant
 from piecework.pool import IN_USE, NESTED, RECORDED, Pool
 from piecework.process_settings import compile_context, is_first_time, is_frozen
-from piecework.recorder import Pieces
+from piecework.program import Pieces
 from piecework.split import SplitGraph
 from piecework.static_inputs import StaticInputs
 
@@ -218,7 +218,7 @@ class Plans:
         """Return what answers calls of a size by a plan of that many rows, or more."""
         variant = plan.variants.setdefault(key, Variant(key, plan.key, plan.recording))
         numbers = self.inputs.sizes.numbers_of(key)
-        self.functions[key] = function = self.make.function(variant, numbers, self.captures.bound())
+        self.functions[key] = function = self.make.function(variant, numbers, self.captures.bound)
         if self.is_outdated:  # by another thread, since the plan was looked up
             self.functions.clear()
         return function

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Node
 
 from piecework.pieces import SplittingOp
@@ -21,6 +22,23 @@ class OpStep:
 
 
 Unit = PieceStep | OpStep
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What neighbouring units that become one graph read, write and give.
+
+    Attributes:
+        given: nodes whose values exist before them, and that they read or write.
+        written: positions in ``given`` of those that they write to.
+        exports: nodes of theirs that later units need: single tensors, not the several results of an op.
+        dying: for each unit, the values of theirs that no later one of them needs.
+    """
+
+    given: tuple[Node, ...]
+    written: tuple[int, ...]
+    exports: tuple[Node, ...]
+    dying: tuple[tuple[Node, ...], ...]
 
 
 class Schedule:
@@ -55,6 +73,39 @@ class Schedule:
         for node, index in self.last_use.items():
             if node not in self.outside:
                 self.dying[index].append(node)
+        self._outlines: dict[tuple[int, ...], Outline] = {}
+
+    def outline(self, indices: tuple[int, ...]) -> Outline:
+        """Return what units that become one graph have to do with the others; the same object for all sizes."""
+        if indices not in self._outlines:
+            self._outlines[indices] = self._outline_of(indices)
+        return self._outlines[indices]
+
+    def _outline_of(self, indices: tuple[int, ...]) -> Outline:
+        effects, units = self.effects, [self.units[index] for index in indices]
+        own = dict.fromkeys(node for unit in units for node in self.definitions(unit))
+        used = dict.fromkeys(base for unit in units for value in self.uses(unit) for base in self.bases(value))
+        given = tuple(node for node in used if node not in own)
+        exports = tuple(
+            node
+            for node in own
+            if self.last_use.get(node, -1) > indices[-1] and isinstance(effects.values[node], torch.Tensor)
+        )
+        written: set[int | None] = set().union(*map(self.writes, units))
+        kept = {*given, *exports}
+        return Outline(
+            given,
+            tuple(i for i, node in enumerate(given) if written.intersection(effects.storages[node])),
+            exports,
+            tuple(tuple(node for node in self.dying[index] if node not in kept) for index in indices),
+        )
+
+    def writes(self, unit: Unit) -> set[int | None]:
+        """Return the storages that a unit writes to."""
+        if isinstance(unit, OpStep):
+            return set(self.effects.written[unit.node])
+        written = (unit.inputs[position] for position in unit.written)
+        return {key for node in written if isinstance(node, Node) for key in self.effects.storages[node]}
 
     def definitions(self, unit: Unit) -> tuple[Node, ...]:
         """Return the nodes that a unit gives a value of its own: not an argument that is handed through."""

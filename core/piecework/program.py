@@ -1,0 +1,192 @@
+"""What is done to record a size, decided once for all sizes that are captured in the same way."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from piecework import torch_internals as internals
+from piecework.effects import Effects
+from piecework.pieces import SplittingOp
+from piecework.refusals import Refusals
+from piecework.schedule import OpStep, Outline, Schedule
+from piecework.split import PieceStep
+
+Run = Callable[..., Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What runs at one size: a function per piece, and which of them are the same code."""
+
+    runs: Sequence[Run]
+    keys: Sequence[str]
+
+
+@dataclass(frozen=True)
+class PieceAction:
+    """Runs a compiled piece."""
+
+    step: PieceStep
+    run: Run
+    key: str
+    """Equal for places that share compiled code."""
+    why_uncaptured: str | None
+
+
+@dataclass(frozen=True)
+class OpAction:
+    """Runs a splitting op, or a node beside one that costs no kernel."""
+
+    step: OpStep
+    is_captured: bool
+    function: Callable[..., Any]
+    """What to call: the cheapest route that is right."""
+
+    @property
+    def node(self) -> Node:
+        """Return the node that it runs."""
+        return self.step.node
+
+    @property
+    def op(self) -> SplittingOp | None:
+        """Return the splitting op, where it is one."""
+        return self.step.op
+
+
+Action = PieceAction | OpAction
+
+
+@dataclass(frozen=True)
+class Settle:
+    """Do once what costs no kernel: allocate, unpack, look at sizes."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Record neighbouring actions as one graph.
+
+    Attributes:
+        name: what it runs, for messages.
+        pieces: those of the actions that run pieces.
+        dying: nodes that nothing after it needs.
+    """
+
+    actions: tuple[Action, ...]
+    outline: Outline
+    name: str
+    pieces: tuple[PieceAction, ...]
+    dying: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Between:
+    """Bind an action that runs between the graphs."""
+
+    action: Action
+    dying: tuple[Node, ...]
+
+
+Task = Settle | Graph | Between
+
+
+class Programs:
+    """Knows what is to be done at each size of one model.
+
+    Args:
+        schedule: the steps of the graph in order.
+        refusals: what stays out of graphs.
+    """
+
+    def __init__(self, schedule: Schedule, refusals: Refusals) -> None:
+        self.schedule, self.effects, self.refusals = schedule, schedule.effects, refusals
+        self._made: dict[tuple[int, tuple[bool, ...]], tuple[Any, tuple[Task, ...]]] = {}
+
+    def of(self, pieces: Pieces, size: Any) -> tuple[Task, ...]:
+        """Return what is to be done, in order.
+
+        Args:
+            pieces: the compiled pieces, one per piece of the graph.
+            size: as the user writes it; ``SplittingOp.capturable`` is asked about it.
+        """
+        captured = tuple(self.is_captured(unit, size) for unit in self.schedule.units)
+        key = (id(pieces.runs), captured)
+        if key not in self._made:  # With the functions, so that none of others can have their identity.
+            self._made[key] = pieces.runs, tuple(self.tasks(self.actions(pieces, captured)))
+        return self._made[key][1]
+
+    def is_captured(self, unit: PieceStep | OpStep, size: Any) -> bool:
+        """Whether a splitting op is recorded at a size, and not run between the graphs."""
+        if isinstance(unit, PieceStep) or unit.op is None:
+            return False
+        wanted = unit.op.capturable(size) if callable(unit.op.capturable) else unit.op.capturable
+        return bool(wanted) and self.refusals.of_op(unit.node, self.effects) is None
+
+    def actions(self, pieces: Pieces, captured: Sequence[bool]) -> list[Action]:
+        actions: list[Action] = []
+        places = iter(zip(pieces.runs, pieces.keys, strict=True))
+        for unit, is_captured in zip(self.schedule.units, captured, strict=True):
+            if isinstance(unit, OpStep):
+                actions.append(OpAction(unit, is_captured, _function(unit, self.effects)))
+                continue
+            run, key = next(places)
+            why = self.refusals.of_piece(unit, key)
+            actions.append(PieceAction(unit, run, key, why))
+            if why is not None:
+                self.refusals.note(unit.name, why)
+        return actions
+
+    def tasks(self, actions: Sequence[Action]) -> Iterator[Task]:
+        """Yield what to do: neighbours that can be captured become one graph."""
+        waiting: list[tuple[int, Action]] = []
+        num_done = 0
+        for index, action in enumerate(actions):
+            if _is_recorded(action, waiting):
+                waiting.append((index, action))
+            elif isinstance(action, OpAction) and action.op is None:
+                yield Settle(action.node)
+            else:
+                if waiting:
+                    yield self.graph(waiting, num_done)
+                    num_done = waiting[-1][0] + 1
+                    waiting = []
+                yield Between(action, self.dying(num_done, index))
+                num_done = index + 1
+        if waiting:
+            yield self.graph(waiting, num_done)
+
+    def graph(self, waiting: Sequence[tuple[int, Action]], num_done: int) -> Graph:
+        indices, actions = zip(*waiting, strict=True)
+        pieces = tuple(action for action in actions if isinstance(action, PieceAction))
+        names = [action.step.name for action in pieces]
+        name = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" if names else "a splitting op"
+        return Graph(actions, self.schedule.outline(indices), name, pieces, self.dying(num_done, indices[-1]))
+
+    def dying(self, num_done: int, index: int) -> tuple[Node, ...]:
+        """Return what nobody needs any longer after an action, besides what was let go before."""
+        return tuple(node for done in range(num_done, index + 1) for node in self.schedule.dying[done])
+
+
+def _is_recorded(action: Action, waiting: Sequence[tuple[int, Action]]) -> bool:
+    """Whether an action becomes part of a graph: what unpacks the results of a recorded op does, too."""
+    if isinstance(action, PieceAction):
+        return action.why_uncaptured is None
+    parents = [other.node for _, other in waiting if isinstance(other, OpAction)]
+    return action.is_captured or (action.node.target is operator.getitem and action.node.args[0] in parents)
+
+
+def _function(unit: OpStep, effects: Effects) -> Callable[..., Any]:
+    if unit.op is not None and unit.op.implementation is not None:
+        return unit.op.implementation
+    target: Any = unit.node.target
+    if unit.node.op == "call_method":
+        return getattr(torch.Tensor, target)
+    overload = effects.overload(unit.node)
+    return internals.direct_call(overload) if overload is not None else target
