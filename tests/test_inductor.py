@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.utils import align_inputs_from_check_idxs
+from torch._inductor.utils import align_inputs_from_check_idxs, fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._ordered_set import OrderedSet
 
@@ -153,6 +153,17 @@ def test_piece_is_handed_over_as_a_copy(monkeypatch: pytest.MonkeyPatch) -> None
     compiled = by_inductor(Block())
     compiled(rows(4))
     assert all(one.unique.piece.graph.graph.output_node() for one in compiled_state(compiled).unique)
+
+
+def test_exact_sizes_are_kept_in_the_cache_of_inductor() -> None:
+    with fresh_cache():
+        for expected in ((0, 4), (4, 0)):
+            torch._dynamo.utils.counters.clear()
+            torch._dynamo.reset()
+            by_inductor(Block(), compile_sizes=[4], capture_sizes=())(rows(4))
+            found = torch._dynamo.utils.counters["aot_autograd"]
+            assert (found["autograd_cache_hit"], found["autograd_cache_miss"]) == expected
+            assert found["autograd_cache_bypass"] == 0
 
 
 # --- what is changed in graphs ---------------------------------------------------------------------

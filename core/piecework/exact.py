@@ -26,7 +26,8 @@ def exact_graph(graph: GraphModule, values: Values, shape_env: internals.ShapeEn
     """
     exact = copied_graph(graph)
     copied = exact.graph
-    with internals.new_fake_mode():
+    # Nothing is symbolic, but Inductor keeps nothing in its cache where there is nobody to ask for guards.
+    with internals.new_fake_mode(internals.ShapeEnv()):
         for node in copied.find_nodes(op="placeholder"):
             example = _exact_example(node.meta["example_value"], values, shape_env)
             node.meta["example_value"] = example
