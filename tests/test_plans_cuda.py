@@ -292,3 +292,28 @@ def test_static_inputs_and_outputs() -> None:
     result = call(kept)
     assert result.data_ptr() == call(kept).data_ptr()
     assert result.untyped_storage().nbytes() == result.nbytes  # Nobody who saves it saves the pool.
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_models_on_two_devices_are_captured_in_pools_of_their_own(capturable: bool) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    torch.cuda.set_device(0)
+    models_by_device = {index: Stack().to(f"cuda:{index}") for index in (0, 1)}
+    calls = {index: compiled(model, capturable, capture_sizes=[2, 4]) for index, model in models_by_device.items()}
+    with counters.expect(num_graph_captures=2 * 2 * (1 if capturable else 5)):
+        for size in (4, 2, 3, 7, 4):  # Captured, replayed, padded, too large.
+            for index, call in calls.items():
+                x = torch.randn(size, 64, device=f"cuda:{index}")
+                result = call(x)
+                assert (result.device, torch.cuda.current_device()) == (x.device, 0)
+                close(result, models_by_device[index](x))
+    second = calls[1]
+    with torch.cuda.device(1), torch.cuda.stream(torch.cuda.Stream(1)):
+        x = torch.randn(4, 64, device="cuda:1")
+        close(second(x), models_by_device[1](x))
+    with pytest.raises(piecework.TraceDepartureError, match="device of argument x"):
+        second(torch.randn(4, 64, device="cuda:0"))
+    models_by_device[1].to("cuda:0")
+    with pytest.raises(piecework.TraceDepartureError, match="device of"):
+        second(x)

@@ -64,7 +64,7 @@ class Segment:
     def run_one(self, action: Action, env: dict[Node, Any]) -> None:
         values = self.values
         if isinstance(action, PieceAction):
-            args = [values.value(value, env) for value in action.step.inputs]
+            args = [env[given] if given in env else values.value(given, env) for given in action.step.inputs]
             env.update(zip(action.step.outputs, action.run(*args), strict=True))
             return
         node = action.node

@@ -18,8 +18,8 @@ from piecework.tools.bench.contenders import Bench, SkipContender
 
 __all__ = ["MemoryFigures", "measure_memory"]
 
-NUM_PASSES = 3
-"""The first of each does things for the first time, such as loading kernels; the fastest counts."""
+NUM_PASSES = 7
+"""The first of each does things for the first time, such as loading kernels and warm-ups; the fastest counts."""
 
 
 @dataclass
