@@ -51,7 +51,8 @@ def _bind_op(action: OpAction, values: Values) -> Bound:
     node, effects = action.node, values.effects
     # A third of the time of one look at all arguments, which are nested in few ops.
     args = [values.bound(arg) if isinstance(arg, Node) else map_arg(arg, values.bound) for arg in node.args]
-    call = functools.partial(action.function, *args, **map_arg(node.kwargs, values.bound))
+    kwargs = map_arg(node.kwargs, values.bound) if node.kwargs else {}
+    call = functools.partial(action.function, *args, **kwargs)
     if node in effects.identical:
         return Bound(call)
     result = effects.values[node]

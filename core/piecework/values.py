@@ -29,8 +29,8 @@ class Values:
     def __init__(self, schedule: Schedule, statics: StaticInputs, pool: Pool, numbers: Numbers) -> None:
         self.schedule, self.effects = schedule, schedule.effects
         self.statics, self.pool, self.numbers = statics, pool, numbers
-        self.env: dict[Node, Any] = {}
-        self.aliases: dict[Node, Any] = {}
+        self.env: dict[Any, Any] = {}
+        self.aliases: dict[Any, Any] = {}
         """The same values without a hold on memory of the pool, as far as they were asked for."""
 
     def value(self, node: Node | sympy.Symbol, env: Mapping[Any, Any]) -> Any:
@@ -58,6 +58,9 @@ class Values:
         """Return a value for a call that outlives the recording: memory of the pool by an alias."""
         if node in self.aliases:
             return self.aliases[node]
+        if node in self.env:
+            self.aliases[node] = alias = self.alias(node)
+            return alias
         if isinstance(node, Node):
             for base in self.schedule.bases(node):
                 if base not in self.aliases:
@@ -71,7 +74,7 @@ class Values:
         }
         return {node: self.bound(node) for node in nodes}
 
-    def alias(self, base: Node, **form: bool) -> Any:
+    def alias(self, base: Any, **form: bool) -> Any:
         """Return the value of a node without a hold on memory of the pool."""
         value = self.env[base]
         is_pooled = isinstance(value, torch.Tensor) and base not in self.schedule.outside

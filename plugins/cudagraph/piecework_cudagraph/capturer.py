@@ -105,10 +105,11 @@ class CudaGraphCapturer(Capturer):
 
     def alias(self, tensor: torch.Tensor, *, has_own_storage: bool = False) -> torch.Tensor:
         """Return a tensor over the same memory that holds the pool only; one outside of the pool as it is."""
-        # A common one would hold the pool until the end of the next session, if it were made outside of one.
-        is_own = has_own_storage or not self._is_in_session
+        # Shared ones hold the pool until the end of a session, so none is made outside of one.
+        is_shared = self._is_in_session and not has_own_storage
         for pool in self._pools if tensor.untyped_storage().nbytes() else ():
-            if (alias := pool.own_alias(tensor) if is_own else pool.alias(tensor)) is not None:
+            alias = pool.alias(tensor) if is_shared else pool.own_alias(tensor)
+            if alias is not None:
                 return alias
         return tensor
 
