@@ -14,9 +14,9 @@ import torch
 import piecework_cudagraph
 from capturer_conformance import CASES, Case, assert_works, item_of, ones, record, replayed
 from dists import ROOT
-from piecework import CaptureError, CompilationConfig, ConfigError, Recordable
+from piecework import CaptureError, CompilationConfig, ConfigError, Recordable, read_options
 from piecework_cudagraph.capturer import CudaGraphCapturer
-from piecework_cudagraph.options import CudaGraphOptions, read_options
+from piecework_cudagraph.options import CudaGraphOptions
 from piecework_cudagraph.refusals import explain
 from piecework_cudagraph.session import garbage_collection_off
 
@@ -44,7 +44,7 @@ def test_other_devices_are_left_to_others() -> None:
 
 def test_options_are_checked() -> None:
     def read(**options: object) -> CudaGraphOptions:
-        return read_options(CompilationConfig(plugin_options={"cudagraph": options}))
+        return read_options(CudaGraphOptions, CompilationConfig(plugin_options={"cudagraph": options}), "cudagraph")
 
     assert read() == CudaGraphOptions(min_piece_nodes=0)
     assert read(min_piece_nodes=3).min_piece_nodes == 3

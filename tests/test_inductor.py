@@ -23,10 +23,19 @@ from torch.utils._ordered_set import OrderedSet
 
 import piecework
 import piecework_inductor
-from piecework import CompilationConfig, CompileError, ConfigError, Piece, PieceworkWarning, counters, hookimpl
+from piecework import (
+    CompilationConfig,
+    CompileError,
+    ConfigError,
+    Piece,
+    PieceworkWarning,
+    counters,
+    hookimpl,
+    read_options,
+)
 from piecework.testing import plugins
 from piecework_inductor import compiler, inductor_internals, passes
-from piecework_inductor.options import InductorOptions, read_options
+from piecework_inductor.options import InductorOptions
 from piecework_inductor.passes import UnfuseResiduals
 from split_models import compiled_by, compiled_state, ops, rows
 
@@ -61,12 +70,12 @@ class Block(nn.Module):
 # --- options --------------------------------------------------------------------------------------
 
 
-def options(**given: Any) -> CompilationConfig:
-    return CompilationConfig(plugin_options={"inductor": given})
+def read(**given: Any) -> InductorOptions:
+    return read_options(InductorOptions, CompilationConfig(plugin_options={"inductor": given}), "inductor")
 
 
 def test_defaults() -> None:
-    assert read_options(CompilationConfig()) == InductorOptions()
+    assert read() == InductorOptions()
     assert InductorOptions().compile_timeout_s == 300
 
 
@@ -82,7 +91,7 @@ def test_defaults() -> None:
 )
 def test_wrong_option_names_it_and_all_there_are(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        read_options(options(**given))
+        read(**given)
     assert words in str(caught.value)
     assert "the options are config, compile_timeout_s, call_inner_function" in str(caught.value)
 

@@ -24,7 +24,7 @@ def test_exported_names() -> None:
         *("verify_assumptions", "counters", "CompilationConfig", "CompilationLevel", "Report"),
         *("PieceworkError", "ConfigError", "PluginError", "SplitError", "CompileError", "TraceDepartureError"),
         *("GradientNotSupported", "PieceworkWarning"),
-        *("hookimpl", "Piece", "InputKind", "SplittingOp", "CompiledPiece"),
+        *("hookimpl", "read_options", "Piece", "InputKind", "SplittingOp", "CompiledPiece"),
         *("Capturer", "Capture", "CaptureMemory", "Recordable", "CaptureError", "StaleCaptureError"),
     }
     for name in piecework.__all__:

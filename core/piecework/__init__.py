@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from piecework.hookspecs import hookimpl
     from piecework.pieces import CompiledPiece, InputKind, Piece, SplittingOp
+    from piecework.plugin_options import read_options
     from piecework.process_settings import (
         freeze,
         set_attention_ops,
@@ -60,6 +61,7 @@ _HOMES = {
     ),
     "piecework.hookspecs": ("hookimpl",),
     "piecework.pieces": ("CompiledPiece", "InputKind", "Piece", "SplittingOp"),
+    "piecework.plugin_options": ("read_options",),
     "piecework.process_settings": (
         *("freeze", "set_attention_ops", "set_compilation_config", "set_compile_context"),
         *("set_torch_compile_backend",),
@@ -96,6 +98,7 @@ __all__ = [
     "freeze",
     "hookimpl",
     "ignore_torch_compile",
+    "read_options",
     "release",
     "report",
     "reset",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from piecework import hookimpl
+from piecework import hookimpl, read_options
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +20,6 @@ def piecework_capturer(device: torch.device, config: CompilationConfig) -> Captu
     if device.type != "cuda":
         return None
     from piecework_cudagraph.capturer import CudaGraphCapturer  # Only here is torch needed.
-    from piecework_cudagraph.options import read_options
+    from piecework_cudagraph.options import CudaGraphOptions
 
-    return CudaGraphCapturer(device, read_options(config))
+    return CudaGraphCapturer(device, read_options(CudaGraphOptions, config, "cudagraph"))

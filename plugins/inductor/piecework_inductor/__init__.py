@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from piecework import hookimpl
+from piecework import hookimpl, read_options
 
 if TYPE_CHECKING:
     from piecework import CompilationConfig, CompiledPiece, Piece
@@ -16,6 +16,6 @@ PIECEWORK_PLUGIN_API = 1
 def piecework_compile_piece(piece: Piece, config: CompilationConfig) -> CompiledPiece:
     """Compile any piece; asked after all third-party compilers."""
     from piecework_inductor.compiler import compile_piece  # Inductor takes a second to import.
-    from piecework_inductor.options import read_options
+    from piecework_inductor.options import InductorOptions
 
-    return compile_piece(piece, read_options(config))
+    return compile_piece(piece, read_options(InductorOptions, config, "inductor"))
