@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +14,10 @@ from piecework.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from piecework.tools.bench.measure import Measured
+    from piecework.tools.bench.bounds import Bound
+    from piecework.tools.bench.contenders import Bench, Contender
+    from piecework.tools.bench.measure import Measured, Run
+    from piecework.tools.bench.memory import MemoryFigures
 
 __all__ = ["bench_app"]
 
@@ -32,6 +35,19 @@ Rounds = Annotated[int | None, typer.Option(min=1, help="Batches of each contend
 Layers = Annotated[str, typer.Option(help="Numbers of layers, separated by commas.")]
 Hidden = Annotated[int, typer.Option(min=1, help="Width of a row.")]
 Rows = Annotated[int, typer.Option(min=1, help="Rows of a call.")]
+Memory = Annotated[
+    bool, typer.Option("--memory", help="Measure memory and captures of many sizes besides the contenders.")
+]
+Sizes = Annotated[str, typer.Option(help="For --memory: numbers, and ranges START-STOP:STEP.")]
+PieceCompiler = Annotated[str | None, typer.Option(help="As in CompilationConfig.")]
+Exact = Annotated[bool, typer.Option("--exact", help="Compile the pieces of all contenders for this number of rows.")]
+Modules = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A module to register as a plugin, such as piecework_foo. Only where the packages are on the "
+        "path without being installed: installed plugins are found. Repeatable."
+    ),
+]
 
 
 @bench_app.command("toy-llama")
@@ -43,21 +59,11 @@ def toy_llama_command(
     rounds: Rounds = None,
     only: Only = None,
     quick: Quick = False,
-    memory: Annotated[
-        bool, typer.Option("--memory", help="Measure memory and captures of many sizes besides the contenders.")
-    ] = False,
-    sizes: Annotated[str, typer.Option(help="For --memory: numbers, and ranges START-STOP:STEP.")] = DEFAULT_SIZES,
-    piece_compiler: Annotated[str | None, typer.Option(help="As in CompilationConfig.")] = None,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Compile the pieces of all contenders for this number of rows.")
-    ] = False,
-    plugin: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A module to register as a plugin, such as piecework_foo. Only where the packages are on the "
-            "path without being installed: installed plugins are found. Repeatable."
-        ),
-    ] = None,
+    memory: Memory = False,
+    sizes: Sizes = DEFAULT_SIZES,
+    piece_compiler: PieceCompiler = None,
+    exact: Exact = False,
+    plugin: Modules = None,
     json: Json = None,
 ) -> None:
     """Run a toy Llama in every way that there is, each checked against eager before it is timed.
@@ -84,10 +90,9 @@ def toy_llama_command(
 
     from piecework.tools.bench.bounds import bounds_of_memory, bounds_of_run
     from piecework.tools.bench.contenders import CONTENDERS, Bench
-    from piecework.tools.bench.measure import Run, measure
-    from piecework.tools.bench.memory import MemoryFigures, measure_memory
+    from piecework.tools.bench.memory import measure_memory
     from piecework.tools.bench.model import Case
-    from piecework.tools.bench.output import as_json, print_memory, print_run, write_json
+    from piecework.tools.bench.output import as_json, print_memory, write_json
     from piecework.tools.bench.plugins import Plugins
 
     console = _console()
@@ -96,17 +101,15 @@ def toy_llama_command(
     builders = _chosen(CONTENDERS, only)
     num_rounds = rounds or (3 if quick else 100 if on.type == "cuda" else 20)
     plugins = Plugins(on, tuple(plugin or ()))
-    settings: dict[str, Any] = {"piece_compiler": piece_compiler, "exact": exact}
-    tell = _teller(console, "right")
     runs: list[Run] = []
     memories: list[MemoryFigures] = []
     for num_layers in numbers(layers):
         case = Case(num_layers, hidden, rows, on, dtype)
         console.print(f"{num_layers} layers, {hidden} wide, {rows} rows, {dtype} on {on}", markup=False)
         with plugins.in_use():
-            runs.append(measure(Bench(case, plugins, **settings), builders, num_rounds=num_rounds, on_built=tell))
-            print_run(console, runs[-1], list(bounds_of_run(runs[-1])))
-            torch.compiler.reset()
+            bench = Bench(case, plugins, piece_compiler=piece_compiler, exact=exact)
+            runs.append(_measure(console, bench, builders, num_rounds, bounds_of_run))
+            del bench  # Its graphs and kernels take memory of the device.
             if memory:
                 several = numbers(sizes)
                 largest = Case(num_layers, hidden, max(several), on, dtype)
@@ -143,9 +146,8 @@ def dispatch_command(
     from piecework.tools.bench.bounds import bounds_of_dispatch
     from piecework.tools.bench.contenders import Bench
     from piecework.tools.bench.dispatch import DISPATCH, NoOps
-    from piecework.tools.bench.measure import Run, measure
     from piecework.tools.bench.model import NOTHING, Case
-    from piecework.tools.bench.output import as_json, print_run, write_json
+    from piecework.tools.bench.output import as_json, write_json
     from piecework.tools.bench.plugins import Plugins
 
     console = _console()
@@ -159,23 +161,36 @@ def dispatch_command(
         console.print(f"{num_layers} layers that do nothing, {rows} rows on {on}", markup=False)
         with plugins.in_use():
             bench = Bench(case, plugins, op=NOTHING)
-            tell = _teller(console, "made")
-            runs.append(measure(bench, builders, num_rounds=num_rounds, is_checked=False, on_built=tell))
-        print_run(console, runs[-1], list(bounds_of_dispatch(runs[-1])))
-        torch.compiler.reset()
+            runs.append(_measure(console, bench, builders, num_rounds, bounds_of_dispatch, is_checked=False))
     if json is not None:
         bounds = [bound for run in runs for bound in bounds_of_dispatch(run)]
         arguments = {"layers": layers, "hidden": hidden, "rows": rows, "rounds": num_rounds}
         write_json(as_json(runs, bounds, command="dispatch", device=on, **arguments), json)
 
 
-def _teller(console: Console, word: str) -> Callable[[Measured], None]:
-    """Return what tells of each contender, before it is timed, that it is all right, or what else became of it."""
+def _measure(
+    console: Console,
+    bench: Bench,
+    builders: Mapping[str, Callable[[Bench], Contender]],
+    num_rounds: int,
+    bounds_of: Callable[[Run], Iterable[Bound]],
+    *,
+    is_checked: bool = True,
+) -> Run:
+    """Measure contenders and print their figures; tell of each, before it is timed, what became of it."""
+    import torch
+
+    from piecework.tools.bench.measure import measure
+    from piecework.tools.bench.output import print_run
 
     def tell(measured: Measured) -> None:
+        word = "right" if is_checked else "made"
         console.print(f"  {measured.name}: {word if measured.status == 'timed' else measured.status}", markup=False)
 
-    return tell
+    run = measure(bench, builders, num_rounds=num_rounds, is_checked=is_checked, on_built=tell)
+    print_run(console, run, list(bounds_of(run)))
+    torch.compiler.reset()
+    return run
 
 
 def _console() -> Console:
