@@ -1,9 +1,11 @@
-"""Ops, models and capturers that the tests of capture safety share."""
+"""Ops, models, plugins and checks that the tests of captures share."""
 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +13,17 @@ import torch
 
 import models
 import piecework
-from piecework import Capture, CaptureMemory, Capturer, CompilationConfig, Recordable, SplittingOp, testing
+from piecework import (
+    Capture,
+    CaptureMemory,
+    Capturer,
+    CompilationConfig,
+    CompiledPiece,
+    Piece,
+    Recordable,
+    SplittingOp,
+    testing,
+)
 from piecework.api import forward_of
 from piecework.plans import Plans
 from piecework.testing import EmulatedCapturer
@@ -48,6 +60,11 @@ for name, real, fake in (
     torch.library.register_fake(f"capture::{name}", fake, lib=library)
 
 IN_PLACE = ("capture::rotate", "capture::double", "capture::tail", "capture::tail_and_sum")
+
+
+def simple(x: torch.Tensor) -> torch.Tensor:
+    """Two pieces around an op."""
+    return ops.scale3(x + 1) * 2
 
 
 def compiled(target: Any, dims: Any = None, **settings: Any) -> Any:
@@ -88,6 +105,47 @@ def plans_of(call: Any) -> Plans:
 def reasons(call: Any, size: Any) -> str:
     """Return why calls of a size ran uncaptured."""
     return "; ".join(piecework.report(call).num_uncaptured_calls.get(size, {}))
+
+
+def in_threads(num: int, work: Callable[[int], object]) -> None:
+    """Run ``work(index)`` in so many threads at once, without gradients; raise what one of them raised."""
+    barrier = threading.Barrier(num)
+
+    def run(index: int) -> None:
+        barrier.wait()
+        with torch.no_grad():
+            work(index)
+
+    with ThreadPoolExecutor(num) as pool:
+        for _ in pool.map(run, range(num)):
+            pass
+
+
+def counting(runs: list[int]) -> SplittingOp:
+    """Return a splitting op that adds to a list whenever it runs."""
+
+    def implementation(x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return x * 3
+
+    return SplittingOp("models::scale3", rows_independent=True, implementation=implementation)
+
+
+class Noting:
+    """A piece compiler that runs pieces as they are, and calls something before each run."""
+
+    name = "noting"
+
+    def __init__(self, note: Callable[[Piece], object]) -> None:
+        self.note = note
+
+    @piecework.hookimpl
+    def piecework_compile_piece(self, piece: Piece) -> CompiledPiece:
+        def run(*inputs: Any) -> Any:
+            self.note(piece)
+            return piece.graph.forward(*inputs)
+
+        return CompiledPiece(run)
 
 
 @contextmanager

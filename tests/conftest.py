@@ -32,6 +32,17 @@ def _reset() -> None:
         torch._dynamo.reset()
 
 
+@pytest.fixture
+def emulation() -> Iterator[None]:
+    """No plugins but those of the test and the capturer that emulates, and no gradients."""
+    import torch
+
+    from piecework import testing
+
+    with testing.plugins(), torch.no_grad():
+        yield
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if not marked:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ import piecework
 from capture_models import (
     OPS,
     MinimalCapturer,
+    Noting,
     capturing_by,
     check,
     check_sizes,
@@ -26,15 +26,12 @@ from capture_models import (
     plans_of,
     reasons,
     rows,
+    simple,
 )
-from piecework import CaptureError, Capturer, PieceworkWarning, PluginError, SplittingOp, counters, testing
+from piecework import CaptureError, Capturer, Piece, PieceworkWarning, PluginError, SplittingOp, counters, testing
 from piecework.testing import EmulatedCapturer
 
-
-@pytest.fixture(autouse=True)
-def emulation() -> Iterator[None]:
-    with testing.plugins(), torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("emulation")
 
 
 class Deep(nn.Module):
@@ -62,29 +59,6 @@ class Stateless(Deep):
         for layer in self.layers:
             x = ops.scale3(layer(x).relu()) * 0.3
         return x
-
-
-class Failing:
-    """A piece compiler whose third piece raises at its next run, when told to."""
-
-    name = "failing"
-
-    def __init__(self) -> None:
-        self.num_pieces = 0
-        self.error: BaseException | None = None
-
-    @piecework.hookimpl
-    def piecework_compile_piece(self, piece: piecework.Piece) -> piecework.CompiledPiece:
-        self.num_pieces += 1
-        is_last = any(len(node.args) > 1 and node.name == "add" for node in piece.graph.graph.nodes)
-
-        def run(*inputs: Any) -> Any:
-            if self.error is not None and is_last:
-                error, self.error = self.error, None
-                raise error
-            return piece.graph.forward(*inputs)
-
-        return piecework.CompiledPiece(run)
 
 
 def state_of(model: Deep, x: torch.Tensor, capturer: EmulatedCapturer, call: Any) -> list[Any]:
@@ -152,12 +126,18 @@ def test_a_capture_that_fails_leaves_nothing_behind(
 
 @pytest.mark.parametrize("error", [RuntimeError("in a piece"), KeyboardInterrupt()])
 def test_an_exception_in_the_last_piece(error: BaseException) -> None:
-    failing = Failing()
-    with testing.plugins(failing):
+    planned: list[BaseException] = []
+
+    def fail(piece: Piece) -> None:
+        is_last = any(len(node.args) > 1 and node.name == "add" for node in piece.graph.graph.nodes)
+        if planned and is_last:
+            raise planned.pop()
+
+    with testing.plugins(Noting(fail)):
         model = Deep()
         call = compiled(model, piece_compiler=None)
         call(rows(5))
-        failing.error = error
+        planned.append(error)
         x, count, generator = rows(2), model.count.clone(), torch.get_rng_state()
         before = x.clone()
         with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else CaptureError):
@@ -188,14 +168,14 @@ def test_a_pool_that_is_too_small_says_so_and_smaller_sizes_go_on() -> None:
 def test_a_failed_size_does_not_keep_larger_static_inputs() -> None:
     capturer = emulated(fail_at=4)
     with capturing_by(capturer):
-        call = compiled(lambda x: ops.scale3(x + 1) * 2, capture_sizes=(2, 400))
+        call = compiled(simple, capture_sizes=(2, 400))
         call(rows(2))
         statics = plans_of(call).statics
         (before,) = statics.buffers.values()
         with pytest.raises(CaptureError):
             call(rows(400))
         assert next(iter(statics.buffers.values())) is before
-        check_sizes(call, lambda x: ops.scale3(x + 1) * 2, 400, 2)
+        check_sizes(call, simple, 400, 2)
 
 
 def test_failures_of_automatic_sizes_are_said_once_and_tried_less_and_less() -> None:
@@ -403,7 +383,7 @@ def test_the_estimate_for_a_budget_does_not_raise_where_failures_are_no_error() 
 
 
 def test_the_report_tells_what_happened() -> None:
-    call = compiled(lambda x: ops.scale3(x + 1) * 2)
+    call = compiled(simple)
     for n in (2, 2, 3, 5):
         call(rows(n))
     report = piecework.report(call)

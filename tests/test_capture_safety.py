@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,15 +18,18 @@ from capture_models import (
     INDEPENDENT,
     OPS,
     MinimalCapturer,
+    Noting,
     capturing_by,
     check,
     check_sizes,
     compiled,
+    counting,
     more,
     ops,
     plans_of,
     reasons,
     rows,
+    simple,
 )
 from piecework import (
     CaptureError,
@@ -38,15 +41,7 @@ from piecework import (
     testing,
 )
 
-
-@pytest.fixture(autouse=True)
-def emulation() -> Iterator[None]:
-    with testing.plugins(), torch.no_grad():
-        yield
-
-
-def simple(x: torch.Tensor) -> torch.Tensor:
-    return ops.scale3(x + 1) * 2
+pytestmark = pytest.mark.usefixtures("emulation")
 
 
 class Model(nn.Module):
@@ -526,14 +521,6 @@ def test_an_op_that_gives_another_form_than_its_fake_says_so() -> None:
             call(rows(2))
 
 
-def counting(counts: list[int]) -> SplittingOp:
-    def implementation(x: torch.Tensor) -> torch.Tensor:
-        counts.append(1)
-        return x * 3
-
-    return SplittingOp("models::scale3", rows_independent=True, implementation=implementation)
-
-
 def test_every_op_runs_once_per_call_and_never_for_a_capture() -> None:
     counts: list[int] = []
 
@@ -735,19 +722,8 @@ def test_autocast_holds_for_captures_too() -> None:
 
 def test_no_cast_of_a_weight_outlives_its_autocast() -> None:
     cached: list[bool] = []
-
-    class Noting:
-        name = "noting"
-
-        @piecework.hookimpl
-        def piecework_compile_piece(self, piece: piecework.Piece) -> piecework.CompiledPiece:
-            def run(*inputs: Any) -> Any:
-                cached.append(torch.is_autocast_cache_enabled())
-                return piece.graph.forward(*inputs)
-
-            return piecework.CompiledPiece(run)
-
-    with testing.plugins(Noting()), torch.autocast("cpu", dtype=torch.bfloat16):
+    noting = Noting(lambda _: cached.append(torch.is_autocast_cache_enabled()))
+    with testing.plugins(noting), torch.autocast("cpu", dtype=torch.bfloat16):
         call = compiled(nn.Linear(4, 4), {"input": 0}, splitting_ops=(), piece_compiler=None)
         piecework.capture(call, [2], rows(2))
         assert cached and not any(cached)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,19 +12,25 @@ import torch
 from torch import nn
 
 import piecework
-from capture_models import OPS, capturing_by, check, check_sizes, compiled, emulated, ops, plans_of, reasons, rows
-from piecework import CaptureError, SplittingOp, counters, set_compile_context, testing
+from capture_models import (
+    OPS,
+    capturing_by,
+    check,
+    check_sizes,
+    compiled,
+    counting,
+    emulated,
+    in_threads,
+    ops,
+    plans_of,
+    reasons,
+    rows,
+    simple,
+)
+from piecework import CaptureError, SplittingOp, counters, set_compile_context
 from piecework.testing.emulated import stream
 
-
-@pytest.fixture(autouse=True)
-def emulation() -> Iterator[None]:
-    with testing.plugins(), torch.no_grad():
-        yield
-
-
-def model(x: torch.Tensor) -> torch.Tensor:
-    return ops.scale3(x + 1) * 2
+pytestmark = pytest.mark.usefixtures("emulation")
 
 
 def in_thread(work: Callable[[], Any]) -> Any:
@@ -57,7 +64,7 @@ def calling(inner: Callable[..., Any]) -> SplittingOp:
 @pytest.mark.parametrize("run", [lambda work: work(), in_thread])
 @pytest.mark.parametrize("sizes", [(2, 2, 3), (2,)])
 def test_a_model_called_from_an_op_of_another_runs_uncaptured(run: Callable[..., Any], sizes: tuple[int, ...]) -> None:
-    inner = compiled(model)
+    inner = compiled(simple)
     if len(sizes) > 1:
         inner(rows(2))  # captured already: it comes through its plan
     captured = plans_of(inner).num_uncaptured if len(sizes) > 1 else None
@@ -68,12 +75,12 @@ def test_a_model_called_from_an_op_of_another_runs_uncaptured(run: Callable[...,
     call = compiled(outer, splitting_ops=[calling(lambda x: run(lambda: inner(x)))])
     for size in sizes:
         x = rows(size)
-        torch.testing.assert_close(call(x), model(x * 2) + 1)
+        torch.testing.assert_close(call(x), simple(x * 2) + 1)
     why = reasons(inner, 2)
     assert "inside another captured call" in why or "another thread" in why
     assert captured is None or captured[3]
     with counters.expect(num_graph_replays=2):
-        check(inner, model, rows(2))  # and is captured again outside
+        check(inner, simple, rows(2))  # and is captured again outside
 
 
 def test_a_model_that_calls_itself_from_an_op() -> None:
@@ -102,7 +109,7 @@ called: list[Any] = []
 
 
 def test_a_model_called_from_inside_a_piece_while_that_is_recorded() -> None:
-    inner = compiled(model)
+    inner = compiled(simple)
     inner(rows(2))
     called[:] = [inner]
 
@@ -113,11 +120,11 @@ def test_a_model_called_from_inside_a_piece_while_that_is_recorded() -> None:
     with counters.expect(num_graph_captures=4):  # of the outer one, at two sizes
         for size in (2, 3, 2):
             x = rows(size)
-            torch.testing.assert_close(call(x), model(x * 2) * 3 + 1)
+            torch.testing.assert_close(call(x), simple(x * 2) * 3 + 1)
 
 
 def test_capture_from_an_op_is_refused() -> None:
-    other = compiled(model)
+    other = compiled(simple)
 
     def capture(x: torch.Tensor) -> torch.Tensor:
         piecework.capture(other, [2], x)
@@ -127,7 +134,7 @@ def test_capture_from_an_op_is_refused() -> None:
     with pytest.raises(CaptureError, match="can't be captured now: called from inside another captured call"):
         call(rows(2))
     piecework.capture(other, [2], rows(2))
-    check(other, model, rows(2))
+    check(other, simple, rows(2))
 
 
 def test_replaced_parameters_are_noticed_by_a_thread_that_an_op_waits_for() -> None:
@@ -149,67 +156,43 @@ def test_replaced_parameters_are_noticed_by_a_thread_that_an_op_waits_for() -> N
 
 
 def test_results_of_many_threads_are_each_their_own_and_ops_run_once_per_call() -> None:
-    num_runs: list[int] = []
-
-    def counting(x: torch.Tensor) -> torch.Tensor:
-        num_runs.append(1)
-        return x * 3
-
-    call = compiled(model, splitting_ops=[calling(counting)])
+    runs: list[int] = []
+    call = compiled(simple, splitting_ops=[counting(runs)])
     call(rows(1))  # while something is traced, calls of other threads are answered by the original
-    num_runs.clear()
-    barrier = threading.Barrier(4)
+    runs.clear()
 
-    def work() -> None:
-        barrier.wait()
-        with torch.no_grad():
-            kept = [(x, call(x)) for x in (rows(2 + i % 4) for i in range(40))]
-            for x, result in kept:
-                torch.testing.assert_close(result, model(x))
+    def work(_: int) -> None:
+        kept = [(x, call(x)) for x in (rows(2 + i % 4) for i in range(40))]
+        for x, result in kept:
+            torch.testing.assert_close(result, simple(x))
 
-    failures: list[BaseException] = []
-    threads = [threading.Thread(target=_noting(work, failures)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert len(num_runs) == 4 * 40
-
-
-def _noting(work: Callable[[], None], failures: list[BaseException]) -> Callable[[], None]:
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:  # of another thread, to be looked at in this one
-            failures.append(error)
-
-    return run
+    in_threads(4, work)
+    assert len(runs) == 4 * 40
 
 
 def test_calls_go_on_while_another_thread_releases() -> None:
-    call = compiled(model)
+    call = compiled(simple)
     stop = threading.Event()
-    failures: list[BaseException] = []
 
     def work() -> None:
         with torch.no_grad():
             while not stop.is_set():
-                check(call, model, rows(3))
+                check(call, simple, rows(3))
 
-    thread = threading.Thread(target=_noting(work, failures))
-    thread.start()
-    for _ in range(5):
-        check(call, model, rows(2))
-        piecework.release(call)
-    stop.set()
-    thread.join()
-    assert not failures
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(work)
+        try:
+            for _ in range(5):
+                check(call, simple, rows(2))
+                piecework.release(call)
+        finally:
+            stop.set()
+        done.result()
     piecework.release(call)
 
 
 def test_a_released_model_is_not_captured_by_a_call_that_had_begun() -> None:
-    call = compiled(model)
+    call = compiled(simple)
     call(rows(2))
     plans = plans_of(call)
     piecework.release(call)
@@ -221,13 +204,13 @@ def test_a_released_model_is_not_captured_by_a_call_that_had_begun() -> None:
 
 
 def test_a_compile_context_holds_for_its_thread() -> None:
-    call = compiled(model, capture_sizes=None)
+    call = compiled(simple, capture_sizes=None)
     with set_compile_context([2]), counters.expect(num_graph_captures=0):
         in_thread(lambda: call(rows(2)))
     with set_compile_context([2]), counters.expect(num_graph_captures=2):
         call(rows(2))
     with counters.expect(num_graph_captures=0, num_graph_replays=2):
-        in_thread(lambda: check(call, model, rows(2)))
+        in_thread(lambda: check(call, simple, rows(2)))
 
 
 # --- streams ---
@@ -236,40 +219,40 @@ def test_a_compile_context_holds_for_its_thread() -> None:
 def test_another_stream_waits_for_the_last_one() -> None:
     capturer = emulated()
     with capturing_by(capturer):
-        call, other = compiled(model), compiled(lambda x: x - 1)
+        call, other = compiled(simple), compiled(lambda x: x - 1)
         call(rows(2))
         capturer.waits.clear()
         with stream("side"):
-            check(call, model, rows(2))
-            check(call, model, rows(2))
+            check(call, simple, rows(2))
+            check(call, simple, rows(2))
             check_sizes(other, lambda x: x - 1, 2, 2)
-        check(call, model, rows(2))
+        check(call, simple, rows(2))
     assert capturer.waits == [("side", "default"), ("side", "side"), ("default", "side")]
 
 
 def test_a_capture_waits_for_the_stream_that_replays_the_same_memory() -> None:
     capturer = emulated()
     with capturing_by(capturer):
-        call = compiled(model)
+        call = compiled(simple)
         call(rows(2))
         capturer.waits.clear()
         with stream("side"):
-            check(call, model, rows(3))
+            check(call, simple, rows(3))
     assert capturer.waits == [("side", "default")]
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_a_stream_that_somebody_records_gets_no_replay_and_no_capture(is_captured: bool) -> None:
-    call = compiled(model)
+    call = compiled(simple)
     if is_captured:
         call(rows(2))
     with stream("side", is_recorded=True), counters.expect(num_graph_captures=0, num_graph_replays=0):
-        check(call, model, rows(2))
+        check(call, simple, rows(2))
         with pytest.raises(CaptureError, match="its stream is being recorded"):
             piecework.capture(call, [4], rows(2))
     assert "recorded" in reasons(call, 2)
     with counters.expect(num_graph_replays=2):
-        check(call, model, rows(2))
+        check(call, simple, rows(2))
 
 
 def test_ops_that_fail_leave_the_pool_usable() -> None:

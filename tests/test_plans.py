@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
-import models  # registers the ops
+import models
 import piecework
 import piecework_silly_attention as op
+from capture_models import INDEPENDENT, OPS, Noting, check_sizes, in_threads, ops, plans_of, simple
 from piecework import CaptureError, CompilationConfig, SplittingOp, counters, set_compile_context, testing
-from piecework.api import forward_of
-from piecework.plans import Plans
 
-OPS = ("models::attn", "models::scale3", "models::pair")
-ops = torch.ops.models
-
-
-@pytest.fixture(autouse=True)
-def emulation() -> Iterator[None]:
-    with testing.plugins(), torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("emulation")
 
 
 def config(**settings: Any) -> CompilationConfig:
@@ -50,18 +40,6 @@ class Block(nn.Module):
 def compiled(model: Any = None, **settings: Any) -> tuple[Any, Any]:
     model = model if model is not None else Block()
     return piecework.compile(model, config=config(**settings), dynamic_arg_dims={"x": 0}), model
-
-
-def plans_of(call: Any) -> Plans:
-    made = forward_of(call, "test").compiled
-    assert made is not None and made.plans is not None
-    return made.plans
-
-
-def check(call: Any, model: Any, *sizes: int) -> None:
-    for size in sizes:
-        x = torch.randn(size, 4)
-        torch.testing.assert_close(call(x.clone()), model(x))
 
 
 # --- which sizes are captured, and when ---
@@ -99,17 +77,17 @@ def test_toy_llama_of_12_layers(is_split: bool, num_captures: int) -> None:
 def test_sizes_of_the_context_are_captured_at_their_first_call_and_replayed_after_it() -> None:
     call, model = compiled(capture_sizes=None, max_padding_ratio=1)
     with set_compile_context([2]), counters.expect(num_graph_captures=3, num_graph_replays=3):
-        check(call, model, 5, 2)
+        check_sizes(call, model, 5, 2)
     with counters.expect(num_graph_captures=0, num_graph_replays=6):
-        check(call, model, 2, 2, 3)
+        check_sizes(call, model, 2, 2, 3)
 
 
 def test_a_size_seen_three_times_is_captured_by_default() -> None:
     call, model = compiled(max_padding_ratio=1)
     with counters.expect(num_graph_captures=0):
-        check(call, model, 2, 3, 2)
+        check_sizes(call, model, 2, 3, 2)
     with counters.expect(num_graph_captures=3, num_graph_replays=6):
-        check(call, model, 2, 3, 2)
+        check_sizes(call, model, 2, 3, 2)
 
 
 def test_a_decorated_class_captures_nothing_unasked(
@@ -137,19 +115,16 @@ def test_a_decorated_class_captures_nothing_unasked(
 def test_capture_can_be_switched_off(settings: dict[str, Any]) -> None:
     call, model = compiled(**settings)
     with counters.expect(num_graph_captures=0), set_compile_context([2]):
-        check(call, model, 2, 2, 2, 2)
+        check_sizes(call, model, 2, 2, 2, 2)
 
 
 def test_two_named_dims() -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return ops.scale3(x + 1) * 2
-
     settings = config(capture_sizes=[{"batch": 2, "seq": 3}])
-    call = piecework.compile(model, config=settings, dynamic_arg_dims={"x": {0: "batch", 1: "seq"}})
+    call = piecework.compile(simple, config=settings, dynamic_arg_dims={"x": {0: "batch", 1: "seq"}})
     with counters.expect(num_graph_captures=2, num_graph_replays=4):
         for shape in ((2, 3), (3, 2), (2, 3)):
             x = torch.randn(*shape)
-            torch.testing.assert_close(call(x), model(x))
+            torch.testing.assert_close(call(x), simple(x))
 
 
 def test_a_size_for_other_dims_is_refused() -> None:
@@ -160,23 +135,11 @@ def test_a_size_for_other_dims_is_refused() -> None:
 
 def test_exact_sizes_are_captured_from_their_own_code() -> None:
     sizes: list[Any] = []
-
-    class Noting:
-        name = "noting"
-
-        @piecework.hookimpl
-        def piecework_compile_piece(self, piece: piecework.Piece) -> piecework.CompiledPiece:
-            def run(*inputs: Any) -> Any:
-                sizes.append(piece.size)
-                return piece.graph.forward(*inputs)
-
-            return piecework.CompiledPiece(run)
-
-    with testing.plugins(Noting()):
+    with testing.plugins(Noting(lambda piece: sizes.append(piece.size))):
         call, model = compiled(piece_compiler=None, compile_sizes=(2,), capture_sizes=(2,))
-        check(call, model, 2)
+        check_sizes(call, model, 2)
         assert set(sizes) == {2}
-        check(call, model, 3)
+        check_sizes(call, model, 3)
         assert None in sizes
 
 
@@ -187,7 +150,7 @@ def test_capturable_ops_join_their_neighbours_into_one_graph() -> None:
     settings = {"splitting_ops": [SplittingOp(name, capturable=True) for name in OPS], "capture_sizes": (2, 3)}
     call, model = compiled(**settings)
     with counters.expect(num_graph_captures=2, num_graph_replays=3):
-        check(call, model, 2, 3, 2)
+        check_sizes(call, model, 2, 3, 2)
 
 
 def test_an_op_may_be_capturable_at_some_sizes() -> None:
@@ -200,7 +163,7 @@ def test_an_op_may_be_capturable_at_some_sizes() -> None:
     settings = {"splitting_ops": [SplittingOp(name, capturable=at_two) for name in OPS], "capture_sizes": (2, 3)}
     call, model = compiled(**settings)
     with counters.expect(num_graph_captures=1 + 3):
-        check(call, model, 2, 3)
+        check_sizes(call, model, 2, 3)
     assert set(asked) == {2, 3}
 
 
@@ -233,7 +196,7 @@ def test_capture_takes_all_sizes_at_once_the_largest_first_and_runs_no_op() -> N
         piecework.capture(call, [1, 4, 2], torch.randn(3, 4))
     assert [size.size for size in piecework.report(call).sizes] == [4, 2, 1]
     with counters.expect(num_graph_captures=0, num_graph_replays=9):
-        check(call, model, 1, 2, 4)
+        check_sizes(call, model, 1, 2, 4)
 
 
 def test_capture_takes_arguments_by_name_and_a_decorated_instance(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,12 +218,12 @@ def test_capture_takes_arguments_by_name_and_a_decorated_instance(monkeypatch: p
 def test_capture_sees_parameters_that_were_replaced_since_the_last_call() -> None:
     call, model = compiled(capture_sizes=())
     piecework.capture(call, [2, 3], torch.randn(2, 4))
-    check(call, model, 2)
+    check_sizes(call, model, 2)
     model.a.weight = nn.Parameter(torch.randn(4, 4))
     with counters.expect(num_graph_captures=6):
         piecework.capture(call, [2, 3], torch.randn(2, 4))
     with counters.expect(num_graph_captures=0, num_graph_replays=6):
-        check(call, model, 2, 3)
+        check_sizes(call, model, 2, 3)
     model.a = nn.Linear(4, 4).double()
     with pytest.raises(piecework.TraceDepartureError, match="dtype"):
         piecework.capture(call, [4], torch.randn(2, 4))
@@ -297,16 +260,15 @@ def test_capture_at_a_lower_level_says_that_it_does_nothing(level: int, caplog: 
 
 
 def independent(**settings: Any) -> tuple[Any, Any]:
-    made = [SplittingOp(name, rows_independent=True) for name in OPS]
-    return compiled(**{"splitting_ops": made, "capture_sizes": (4, 8), **settings})
+    return compiled(**{"splitting_ops": INDEPENDENT, "capture_sizes": (4, 8), **settings})
 
 
 def test_a_call_is_padded_to_the_next_captured_size() -> None:
     call, model = independent()
     with counters.expect(num_graph_captures=3, num_graph_replays=9):
-        check(call, model, 3, 4, 3)
+        check_sizes(call, model, 3, 4, 3)
     with counters.expect(num_graph_captures=3, num_graph_replays=6):
-        check(call, model, 5, 6)
+        check_sizes(call, model, 5, 6)
     sizes = {size.size: size for size in piecework.report(call).sizes}
     assert (sizes[4].num_calls, sizes[4].num_padded_calls, sizes[4].num_padding_rows) == (1, 2, 2)
     assert (sizes[8].num_calls, sizes[8].num_padded_calls, sizes[8].num_padding_rows) == (0, 2, 5)
@@ -336,7 +298,7 @@ def test_padding_is_refilled_and_never_left_over() -> None:
 def test_padding_stops_at_the_ratio(ratio: float) -> None:
     call, model = independent(max_padding_ratio=ratio)
     with counters.expect(num_graph_captures=0):
-        check(call, model, 3)
+        check_sizes(call, model, 3)
     if ratio > 1:
         (why,) = piecework.report(call).num_uncaptured_calls[3]
         assert "more than 1.2 times" in why
@@ -353,7 +315,7 @@ def test_padding_stops_at_the_ratio(ratio: float) -> None:
 def test_nothing_is_padded_where_rows_may_depend_on_each_other(settings: dict[str, Any], words: str) -> None:
     call, model = independent(**settings)
     with counters.expect(num_graph_captures=0):
-        check(call, model, 3)
+        check_sizes(call, model, 3)
     (why,) = piecework.report(call).num_uncaptured_calls[3]
     assert words in why
     assert words in str(piecework.report(call))
@@ -364,7 +326,7 @@ def test_a_scale_of_the_whole_tensor_is_not_padded() -> None:
         return x / x.abs().max()
 
     call = piecework.compile(model, config=config(splitting_ops=(), capture_sizes=(4,)), dynamic_arg_dims={"x": 0})
-    check(call, model, 3)
+    check_sizes(call, model, 3)
     (why,) = piecework.report(call).num_uncaptured_calls[3]
     assert "max" in why and "test_plans.py" in why
 
@@ -372,7 +334,7 @@ def test_a_scale_of_the_whole_tensor_is_not_padded() -> None:
 def test_the_user_may_assert_that_rows_are_independent() -> None:
     call, model = compiled(capture_sizes=(4,), rows_independent=True)
     with counters.expect(num_graph_captures=3, num_graph_replays=3):
-        check(call, model, 3)
+        check_sizes(call, model, 3)
 
 
 # --- freeze, release ---
@@ -380,10 +342,10 @@ def test_the_user_may_assert_that_rows_are_independent() -> None:
 
 def test_after_freeze_nothing_is_captured() -> None:
     call, model = compiled(capture_sizes=(2, 3), max_padding_ratio=1)
-    check(call, model, 2)
+    check_sizes(call, model, 2)
     piecework.freeze()
     with counters.expect(num_graph_captures=0, num_graph_replays=3):
-        check(call, model, 2, 3)
+        check_sizes(call, model, 2, 3)
     assert "freeze() was called" in piecework.report(call).num_uncaptured_calls[3]
     with pytest.raises(piecework.CompileError, match=r"before piecework.freeze\(\)"):
         compiled()[0](torch.randn(2, 4))
@@ -393,19 +355,19 @@ def test_after_freeze_nothing_is_captured() -> None:
 
 def test_release_gives_the_memory_back_and_starts_anew() -> None:
     call, model = compiled(capture_sizes=(2,))
-    check(call, model, 2)
+    check_sizes(call, model, 2)
     memory = piecework.report(call).memory
     assert memory is not None and memory.pool_bytes > 0
     plans = plans_of(call)
     piecework.release(call)
     assert plans.pool.capturer.memory().pool_bytes == 0
     with counters.expect(num_graphs_seen=1, num_graph_captures=3):
-        check(call, model, 2)
+        check_sizes(call, model, 2)
 
 
 def test_graphs_are_gone_as_soon_as_they_are_released() -> None:
     call, model = independent()
-    check(call, model, 3, 4, 3)
+    check_sizes(call, model, 3, 4, 3)
     plans = plans_of(call)
     recording = weakref.ref(plans.plans[4].recording)
     del plans
@@ -419,7 +381,7 @@ def test_graphs_are_gone_as_soon_as_they_are_released() -> None:
 
 def test_graphs_are_gone_before_their_pool_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     call, model = compiled(capture_sizes=(2, 3), max_padding_ratio=1)
-    check(call, model, 2, 3)
+    check_sizes(call, model, 2, 3)
     capturer = plans_of(call).pool.capturer
     held: list[int] = []
     give_back = capturer.release
@@ -434,21 +396,11 @@ def test_graphs_are_gone_before_their_pool_is_given_back(monkeypatch: pytest.Mon
 def test_calls_of_many_threads_are_each_their_own() -> None:
     call, model = compiled(capture_sizes=(2, 3, 5))
     call(torch.randn(2, 4))
-    failures: list[BaseException] = []
 
     def work(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        try:
-            with torch.no_grad():
-                for _ in range(50):
-                    x = torch.randn(int(torch.randint(1, 7, (1,), generator=generator)), 4, generator=generator)
-                    torch.testing.assert_close(call(x), model(x))
-        except AssertionError as error:
-            failures.append(error)
+        for _ in range(50):
+            x = torch.randn(int(torch.randint(1, 7, (1,), generator=generator)), 4, generator=generator)
+            torch.testing.assert_close(call(x), model(x))
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    in_threads(8, work)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch import nn
 import models  # noqa: F401 - registers the ops
 import piecework
 import piecework_silly_attention as silly
+from capture_models import in_threads
 from piecework import CaptureError, CompilationConfig, SplittingOp, counters, set_compile_context
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -116,24 +116,15 @@ def test_eight_threads_with_streams_of_their_own() -> None:
     model = Stack().cuda()
     call = compiled(model, capture_sizes=[1, 2, 4, 8])
     close(call(x := rows(8)), model(x))
-    failures: list[BaseException] = []
 
     def work(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        try:
-            with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(125):
-                    x = torch.randn(int(torch.randint(1, 9, (1,), generator=generator)), 64, generator=generator).cuda()
-                    close(call(x), model(x))
-        except (AssertionError, RuntimeError) as error:
-            failures.append(error)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(125):
+                x = torch.randn(int(torch.randint(1, 9, (1,), generator=generator)), 64, generator=generator).cuda()
+                close(call(x), model(x))
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures[0]
+    in_threads(8, work)
 
 
 def test_buffers_and_inputs_are_written_once_per_call() -> None:
