@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from piecework.tools.bench.bounds import Bound
 from piecework.tools.bench.contenders import Bench, Contender, SkipContender
 from piecework.tools.bench.measure import NUM_CHECKS, Measured, measure
 from piecework.tools.bench.model import Case
+from piecework.tools.bench.output import write_json
 from piecework.tools.bench.plugins import Plugins
 from piecework.tools.bench.timing import NUM_WARM_UPS, Timed, host_times
 
@@ -265,6 +267,74 @@ def test_missing_cuda_device_is_told_in_words(
         cli.main()
     assert exit.value.code == 2
     assert capsys.readouterr().err.startswith("ConfigError: --device cuda: torch finds no CUDA device")
+
+
+@pytest.mark.parametrize("command", ["toy-llama", "dispatch"])
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("missing/figures.json", "there is no folder '{folder}/missing'; make it, or name"),
+        ("file/figures.json", "there is no folder '{folder}/file'; make it, or name"),
+        ("link", "there is no folder '{folder}/gone'; make it, or name"),
+        ("open", "it is a folder; name a file in it, such as '{folder}/open/figures.json'"),
+        ("file", "this file can't be written; allow it, or name another one"),
+        ("closed/figures.json", "no file can be made in the folder '{folder}/closed'; allow it, or name"),
+    ],
+)
+def test_a_json_file_that_can_not_be_written_is_refused_before_anything_is_measured(
+    command: str,
+    path: str,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    for name in ("open", "closed"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "file").write_text("before")
+    (tmp_path / "link").symlink_to("gone/figures.json")
+    # Permissions would not do: the administrator, who may run this, may write anywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: mode == os.R_OK or Path(path).name not in ("file", "closed"))
+    options = ["--layers", "1", "--only", "eager" if command == "toy-llama" else "straight-line", "--quick"]
+    monkeypatch.setattr(sys, "argv", ["piecework", "bench", command, *options, "--json", str(tmp_path / path)])
+    monkeypatch.setattr(torch, "set_num_threads", lambda num: None)
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"ConfigError: --json '{tmp_path / path}': {text.format(folder=tmp_path)}")
+    assert said.out == ""
+    assert (tmp_path / "file").read_text() == "before"
+
+
+def test_json_is_written_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file, link = tmp_path / "figures.json", tmp_path / "link"
+    file.write_text("before")
+    file.chmod(0o640)
+    link.symlink_to(file)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        patch.setattr(Path, "write_text", half_written)
+        write_json({"a": 1}, file)
+    assert file.read_text() == "before"
+    write_json({"a": 1}, link)
+    assert json.loads(file.read_text()) == {"a": 1}
+    assert (link.is_symlink(), file.stat().st_mode & 0o777) == (True, 0o640)
+    assert sorted(tmp_path.iterdir()) == [file, link]
+
+
+def half_written(file: Path, text: str) -> None:
+    file.write_bytes(text.encode()[:3])
+    raise OSError("no space left")
+
+
+def test_json_goes_into_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR)
+    write_json({"a": 1}, pipe)
+    assert json.loads(os.read(reader, 1000)) == {"a": 1}
+    os.close(reader)
+    assert pipe.is_fifo()
 
 
 @pytest.mark.parametrize("arguments", ["", "bench ", "bench toy-llama ", "bench dispatch "])

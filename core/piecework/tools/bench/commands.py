@@ -92,9 +92,11 @@ def toy_llama_command(
     from piecework.tools.bench.contenders import CONTENDERS, Bench
     from piecework.tools.bench.memory import measure_memory
     from piecework.tools.bench.model import Case
-    from piecework.tools.bench.output import as_json, print_memory, write_json
+    from piecework.tools.bench.output import as_json, check_json_file, print_memory, write_json
     from piecework.tools.bench.plugins import Plugins
 
+    if json is not None:
+        check_json_file(json)
     console = _console()
     on = _device(device)
     dtype = torch.bfloat16 if on.type == "cuda" else torch.float32
@@ -147,9 +149,11 @@ def dispatch_command(
     from piecework.tools.bench.contenders import Bench
     from piecework.tools.bench.dispatch import DISPATCH, NoOps
     from piecework.tools.bench.model import NOTHING, Case
-    from piecework.tools.bench.output import as_json, write_json
+    from piecework.tools.bench.output import as_json, check_json_file, write_json
     from piecework.tools.bench.plugins import Plugins
 
+    if json is not None:
+        check_json_file(json)
     console = _console()
     on = _device(device)
     builders = _chosen(DISPATCH, only)

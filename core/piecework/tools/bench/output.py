@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import platform
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,12 +20,13 @@ from rich.text import Text
 
 import piecework
 from piecework.budget import megabytes
+from piecework.errors import ConfigError
 from piecework.tools.bench.bounds import Bound, bounds_of_memory
 from piecework.tools.bench.captured import PARTS
 from piecework.tools.bench.measure import Run
 from piecework.tools.bench.memory import MemoryFigures
 
-__all__ = ["as_json", "print_memory", "print_run", "write_json"]
+__all__ = ["as_json", "check_json_file", "print_memory", "print_run", "write_json"]
 
 
 def print_run(console: Console, run: Run, bounds: Sequence[Bound]) -> None:
@@ -117,6 +120,45 @@ def as_json(
     }
 
 
+def check_json_file(file: Path) -> None:
+    """Check that figures can be written to a file, before minutes are spent on them.
+
+    Raises:
+        ConfigError: it is a folder, or can't be written.
+    """
+    target = file.resolve()
+    if file.is_dir():
+        problem = f"it is a folder; name a file in it, such as {str(file / 'figures.json')!r}"
+    elif file.exists() and not os.access(file, os.W_OK):
+        problem = "this file can't be written; allow it, or name another one"
+    elif _is_stream(file):
+        return
+    elif not target.parent.is_dir():
+        problem = f"there is no folder {str(target.parent)!r}; make it, or name a file in another one"
+    elif not os.access(target.parent, os.W_OK | os.X_OK):
+        problem = f"no file can be made in the folder {str(target.parent)!r}; allow it, or name a file in another one"
+    else:
+        return
+    raise ConfigError(f"--json {str(file)!r}: {problem}")
+
+
 def write_json(figures: Mapping[str, Any], file: Path) -> None:
-    """Write figures to a file."""
-    file.write_text(json.dumps(figures, indent=2) + "\n")
+    """Write figures to a file: whole, or not at all."""
+    text = json.dumps(figures, indent=2) + "\n"
+    if _is_stream(file):
+        file.write_text(text)
+        return
+    target = file.resolve()  # A link stays one.
+    temporary = target.with_name(f".piecework-{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text)
+        if target.exists():
+            shutil.copymode(target, temporary)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _is_stream(file: Path) -> bool:
+    """Whether a path is a device or a pipe, such as ``/dev/stdout``, which no other file may replace."""
+    return file.exists() and not file.is_file()
