@@ -66,11 +66,11 @@ class Budget:
         if expected is None:
             return True
         if self.limit is not None and self.bytes_taken + expected > self.limit:
-            total = megabytes(self.bytes_taken + expected)
+            total = format_bytes(self.bytes_taken + expected)
             return self.leave_out(key, f"with it, captures would take about {total}", owner)
         if memory.free_bytes is not None and expected > memory.free_bytes:
-            free = megabytes(memory.free_bytes)
-            return self.leave_out(key, f"it would take about {megabytes(expected)}, and {free} are free", owner)
+            free = format_bytes(memory.free_bytes)
+            return self.leave_out(key, f"it would take about {format_bytes(expected)}, and {free} are free", owner)
         return True
 
     def take(self, key: Key, num_rows: int, before: CaptureMemory, after: CaptureMemory, owner: str) -> bool:
@@ -78,13 +78,13 @@ class Budget:
         taken = _taken_between(num_rows, before, after)
         total = self.bytes_taken + taken.pool_bytes + taken.driver_bytes
         if self.limit is not None and total > self.limit:
-            return self.leave_out(key, f"with it, captures take {megabytes(total)}", owner)
+            return self.leave_out(key, f"with it, captures take {format_bytes(total)}", owner)
         self.taken[key] = taken
         return True
 
     def leave_out(self, key: Key, why: str, owner: str) -> bool:
         """Say that a size is left out; returns False."""
-        limit = f"; max_capture_bytes is {megabytes(self.limit)}" if self.limit is not None else ""
+        limit = f"; max_capture_bytes is {format_bytes(self.limit)}" if self.limit is not None else ""
         self.left_out[key] = f"left out for its memory: {why}{limit}"
         logger.warning("%s: size %s is not captured: %s%s", owner, key, why, limit)
         return False
@@ -95,6 +95,12 @@ def _taken_between(num_rows: int, before: CaptureMemory, after: CaptureMemory) -
     return CapturedBytes(num_rows, *(max(growth, 0) for growth in grown))
 
 
-def megabytes(count: float) -> str:
-    """Return a number of bytes in words."""
-    return f"{count / 1e6:.1f} MB"
+def format_bytes(count: float) -> str:
+    """Return a number of bytes in the unit that suits it, such as ``1.5 MB``."""
+    if count < 1000:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB"):
+        count /= 1000
+        if count < 999.95:  # which would show as 1000.0
+            return f"{count:.1f} {unit}"
+    return f"{count / 1000:.1f} GB"

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from piecework.budget import Budget, megabytes
+from piecework.budget import Budget, format_bytes
 from piecework.capturing import CaptureMemory
 from piecework.config import CompilationConfig
 from piecework.config_checks import Size
@@ -167,7 +167,7 @@ class Captures:
         total += (len(ordered) - 1) * sum(drivers) // len(drivers)
         logger.info(
             "%s: %d sizes are expected to take about %s, %s more than now",
-            *(self.owner, len(ordered), megabytes(total + start.pool_bytes), megabytes(total)),
+            *(self.owner, len(ordered), format_bytes(total + start.pool_bytes), format_bytes(total)),
         )
 
     def resized(self, given: Mapping[int, torch.Tensor], key: Key) -> dict[int, torch.Tensor]:
@@ -237,8 +237,8 @@ class Captures:
         self.plans[key] = plan
         self.on_plan(plan)
         logger.info(
-            "%s: captured size %s in %d graphs, %.0f ms, %.1f MB in the pool",
-            *(self.owner, key, recording.num_graphs, plan.seconds * 1e3, after.pool_bytes / 1e6),
+            "%s: captured size %s in %d graphs, %.0f ms, %s in the pool",
+            *(self.owner, key, recording.num_graphs, plan.seconds * 1e3, format_bytes(after.pool_bytes)),
         )
         return plan
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from piecework.budget import megabytes
+from piecework.budget import format_bytes
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def capture_progress(owner: str, num_sizes: int, *, show: bool | None) -> Iterat
             nonlocal start
             seconds, start = time.perf_counter() - start, time.perf_counter()
             free = plan.after.free_bytes if plan is not None else None
-            left = f", {megabytes(free)} free" if free is not None else ""
+            left = f", {format_bytes(free)} free" if free is not None else ""
             what = f"size {key} in {seconds:.2f} s{left}" if plan is not None else f"size {key} left out"
             progress.update(task, advance=1, description=f"capturing {owner}: {what}")
 

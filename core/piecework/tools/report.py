@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from piecework.api import forward_of
-from piecework.budget import megabytes
+from piecework.budget import format_bytes
 from piecework.build import Compiled
 from piecework.compilers import CompiledUniquePiece
 from piecework.config_checks import CompilationLevel
@@ -152,12 +152,12 @@ class Report:
         lines: list[str] = []
         if self.memory is not None:
             memory = self.memory
-            budget = f", budget {megabytes(memory.max_capture_bytes)}" if memory.max_capture_bytes else ""
+            budget = f", budget {format_bytes(memory.max_capture_bytes)}" if memory.max_capture_bytes else ""
             lines.append(
                 f"  captured by {self.capturer}: {_count(len(self.sizes), 'size')}; "
-                f"pool {megabytes(memory.pool_bytes)}, "
-                f"driver {megabytes(memory.driver_bytes)}, static inputs {megabytes(memory.static_input_bytes)}, "
-                f"bridges {megabytes(memory.bridge_bytes)}{budget}"
+                f"pool {format_bytes(memory.pool_bytes)}, "
+                f"driver {format_bytes(memory.driver_bytes)}, static inputs {format_bytes(memory.static_input_bytes)}, "
+                f"bridges {format_bytes(memory.bridge_bytes)}{budget}"
             )
         for size in self.sizes:
             padded = f", {size.num_padded_calls} padded with {_count(size.num_padding_rows, 'row')}"

@@ -19,7 +19,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 import piecework
-from piecework.budget import megabytes
+from piecework.budget import format_bytes
 from piecework.errors import ConfigError
 from piecework.tools.bench.bounds import Bound, bounds_of_memory
 from piecework.tools.bench.captured import PARTS
@@ -66,8 +66,8 @@ def print_memory(console: Console, memory: MemoryFigures) -> None:
     raw = f", {_seconds(memory.raw_s)} by torch.cuda.CUDAGraph itself" if memory.raw_s else ""
     console.print(
         f"{memory.num_layers} layers, {len(memory.sizes)} sizes up to {max(memory.sizes)}, {memory.num_graphs} graphs\n"
-        f"  pool {megabytes(memory.pool_bytes)}, of the largest alone {megabytes(memory.largest_pool_bytes)}; "
-        f"driver {megabytes(memory.driver_bytes)}\n"
+        f"  pool {format_bytes(memory.pool_bytes)}, of the largest alone {format_bytes(memory.largest_pool_bytes)}; "
+        f"driver {format_bytes(memory.driver_bytes)}\n"
         f"  captured in {_seconds(memory.capture_s)}; the bare capture calls took {_seconds(memory.bare_s)}{raw}",
         markup=False,
         highlight=False,
