@@ -614,13 +614,39 @@ def test_buffers_are_written_once_per_call() -> None:
         torch.testing.assert_close(model.count, reference.count)
 
 
-def test_a_parameter_replaced_after_freeze_is_stale() -> None:
+STALE: dict[str, str] = {
+    "replaced": "linear.weight was",
+    "buffer replaced": "scale was",
+    "assigned": "count, linear.weight, linear.bias and 1 more were",
+    "data": "linear.weight was",
+}
+
+
+@pytest.mark.parametrize("change", STALE)
+def test_an_error_after_freeze_names_the_parameters_that_were_replaced_or_moved(change: str) -> None:
     model = Model()
-    call = compiled(model)
+    call = compiled(model, check_parameters="always")
+    for n in (2, 3):
+        call(rows(n))
+    piecework.freeze()
+    CHANGES[change][0](model)
+    why = f"has to be captured again, since {STALE[change]} replaced or moved, and piecework.freeze()"
+    for n in (2, 3, 2):
+        with pytest.raises(StaleCaptureError, match=why):
+            call(rows(n))
+
+
+def test_an_error_after_freeze_names_all_that_changed_before_the_call() -> None:
+    model = Model()
+    call = compiled(nn.Sequential(model), {"input": 0})
     call(rows(2))
     piecework.freeze()
     model.linear.weight = nn.Parameter(rows(4))
-    with pytest.raises(StaleCaptureError, match="replaced or moved"):
+    piecework.verify_assumptions(call)  # notices it
+    for _ in range(2):
+        model.scale = rows(1)[0]
+        piecework.verify_assumptions(call)
+    with pytest.raises(StaleCaptureError, match=r"since 0\.linear\.weight, 0\.scale were replaced or moved"):
         call(rows(2))
 
 

@@ -77,10 +77,11 @@ class Plans:
         """Calls that plans answered which were captured again since, by the plan's size and the call's."""
         self.unasked: set[Key] = set()
         """Sizes that were captured since they came often."""
-        self.stale: set[Key] = set()
-        """Sizes whose captures were dropped, to be captured again."""
-        self.is_outdated = False
-        """No plan is up to date; they are dropped at the next call that looks for one."""
+        self.stale: dict[Key, str] = {}
+        """Sizes whose captures were dropped, to be captured again, and why."""
+        self.outdated_by: tuple[str, ...] = ()
+        """Parameters and buffers that were replaced or moved: no plan is up to date then, and the next call that looks
+        for one drops them."""
         self.num_recaptures = 0
         self.statics = StaticInputs(inputs, paths, config, pool)
         self.make = PlanFunctions(
@@ -145,7 +146,7 @@ class Plans:
     def target_of(self, key: Key) -> tuple[Key | None, str, bool]:
         """Return the size to capture or to pad to, or None and the reason; and whether somebody asked for that."""
         if is_frozen() and key in self.stale:
-            self.refuse_stale(key, "what it reads was replaced or moved")
+            self.refuse_stale(key, self.stale[key])
             return None, "stale after freeze()", True
         wanted = [*self.wanted(key), *self.stale]
         if key in wanted and self.captures.may_capture(key):
@@ -210,7 +211,7 @@ class Plans:
         """Answer calls by a plan from now on."""
         self.settled.clear()
         self.num_recaptures += plan.key in self.stale
-        self.stale.discard(plan.key)
+        self.stale.pop(plan.key, None)
         self.function_of(plan.key, plan)
         self.on_captured()
 
@@ -219,7 +220,7 @@ class Plans:
         variant = plan.variants.setdefault(key, Variant(key, plan.key, plan.recording))
         numbers = self.inputs.sizes.numbers_of(key)
         self.functions[key] = function = self.make.function(variant, numbers, self.captures.bound)
-        if self.is_outdated:  # by another thread, since the plan was looked up
+        if self.outdated_by:  # by another thread, since the plan was looked up
             self.functions.clear()
         return function
 
@@ -241,14 +242,15 @@ class Plans:
         """Return what answers a call whose held inputs are at other addresses than at the capture."""
         held, now = variant.recording.held, self.by_position(given)
         moved = [i for i, address in held.items() if now[i].data_ptr() != address]
-        if moved and is_frozen():
-            paths = ", ".join(self.statics.tensors[index].path for index in moved)
-            self.refuse_stale(variant.key, f"argument {paths} is at another address than at its capture")
-            return self.note_uncaptured(variant.key, "stale after freeze()", self.uncaptured)
-        for index in moved:
-            self.statics.note_move(self.statics.tensors[index], self.owner)
         if moved:
-            self.drop(self.plans[variant.plan_key])
+            paths = ", ".join(self.statics.tensors[index].path for index in moved)
+            why = f"argument {paths} is at another address than at its capture"
+            if is_frozen():
+                self.refuse_stale(variant.key, why)
+                return self.note_uncaptured(variant.key, "stale after freeze()", self.uncaptured)
+            for index in moved:
+                self.statics.note_move(self.statics.tensors[index], self.owner)
+            self.drop(self.plans[variant.plan_key], why)
         return self.choose(given, self.uncaptured)
 
     def refuse_stale(self, key: Key, why: str) -> None:
@@ -260,36 +262,37 @@ class Plans:
                 "undoes the freeze"
             )
 
-    def drop(self, plan: Plan) -> None:
+    def drop(self, plan: Plan, why: str) -> None:
         """Forget a plan; it is captured again when its size comes next."""
         self.plans.pop(plan.key, None)
         self.settled.clear()
         self.captures.budget.taken.pop(plan.key, None)
-        self.stale.add(plan.key)
+        self.stale[plan.key] = why
         for key, variant in plan.variants.items():
             self.functions.pop(key, None)
             self.num_earlier_calls[plan.key, key] += variant.num_calls
 
-    def drop_all(self) -> None:
-        """Forget every plan, since what they read was replaced or moved; does not wait for those that run.
+    def drop_all(self, names: Sequence[str]) -> None:
+        """Forget every plan, since parameters or buffers were replaced or moved; does not wait for those that run.
 
         The thread that is noticing this may be one that such a run waits for.
         """
-        self.is_outdated = True
+        self.outdated_by = tuple(dict.fromkeys((*self.outdated_by, *names)))
         self.functions.clear()
 
     def drop_outdated(self) -> None:
-        if self.is_outdated:
-            self.is_outdated = False
+        if self.outdated_by:
+            why = _why_outdated(self.outdated_by)
+            self.outdated_by = ()  # First: what another thread adds from here on is seen at the next call.
             for plan in list(self.plans.values()):
-                self.drop(plan)
+                self.drop(plan, why)
 
     def give_back(self) -> None:
         """Give up all memory; waits for calls that run."""
         with self.pool.lock:
             while self.plans:
                 # Held by no name here: the graphs are to be gone before their pool is given back.
-                self.drop(next(iter(self.plans.values())))
+                self.drop(next(iter(self.plans.values())), "its memory was given back")
             self.captures.release()
 
     def close(self) -> None:
@@ -297,6 +300,11 @@ class Plans:
         with self.pool.lock:
             self.captures.is_closed = True
             self.give_back()
+
+
+def _why_outdated(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more} {'was' if len(names) == 1 else 'were'} replaced or moved"
 
 
 def _not_there(*_: Any) -> Any:

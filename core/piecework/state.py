@@ -129,8 +129,8 @@ class BoundState:
         self.num_rebindings = 0
         self.num_events_settled = -1
         """The events that the last look at everything had seen."""
-        self.on_rebound: Callable[[], None] = lambda: None
-        """Called when a tensor was replaced or its memory moved."""
+        self.on_rebound: Callable[[Sequence[str]], None] = lambda names: None
+        """Called when tensors were replaced or their memory moved, with their names as a user would write them."""
         self.bindings: list[_Binding] = []
         for name, source in sources.items():
             tensor = self.current(source)
@@ -235,7 +235,8 @@ class BoundState:
 
     def rebind(self) -> str | None:
         """Bind to the tensors that the model has now; return what differs from the traced ones."""
-        replaced = moved = False
+        replaced = False
+        changed: dict[str, None] = {}
         for binding in self.bindings:
             now = self.current(binding.source)
             if not isinstance(now, torch.Tensor):
@@ -244,16 +245,18 @@ class BoundState:
             for what, traced, found in zip(_FACT_NAMES, binding.facts, facts, strict=True):
                 if traced != found:
                     return f"{what} of {readable(binding.source)} was {traced} when traced, now it is {found}"
-            replaced |= now is not binding.tensor
+            is_other = now is not binding.tensor
+            replaced |= is_other
             binding.tensor = now
-            moved |= binding.address_now != binding.address
+            if is_other or binding.address_now != binding.address:
+                changed[readable(binding.source).removeprefix("self.")] = None
         if self.alias_pattern() != self.aliases:
             return "parameters or buffers that were separate when traced share memory now, or the other way round"
         self.num_rebindings += replaced
         self.cover()
         self.note_addresses()
-        if replaced or moved:
-            self.on_rebound()
+        if changed:
+            self.on_rebound(list(changed))
         return None
 
     def look_at_all(self) -> None:
