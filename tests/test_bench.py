@@ -17,6 +17,7 @@ from piecework.tools import cli
 from piecework.tools.bench.bounds import Bound
 from piecework.tools.bench.contenders import Bench, Contender, SkipContender
 from piecework.tools.bench.measure import NUM_CHECKS, Measured, measure
+from piecework.tools.bench.memory import NUM_PASSES
 from piecework.tools.bench.model import Case
 from piecework.tools.bench.output import write_json
 from piecework.tools.bench.plugins import Plugins
@@ -73,7 +74,8 @@ def test_json_of_toy_llama_says_what_was_measured_where_and_with_what(toy_llama:
     (memory,) = toy_llama["memory"]
     assert (memory["sizes"], memory["num_graphs"], memory["skipped"]) == ([1, 2], 6, None)
     assert memory["pool_bytes"] >= memory["largest_pool_bytes"] > 0
-    assert len(memory["capture_s"]) == len(memory["bare_s"]) == 3
+    assert len(memory["capture_s"]) == len(memory["calls_s"]) == len(memory["bare_s"]) == NUM_PASSES
+    assert all(0 < calls < whole for calls, whole in zip(memory["calls_s"], memory["capture_s"], strict=True))
 
 
 def test_each_contender_is_timed_and_right_or_skipped_for_a_reason(toy_llama: dict[str, Any]) -> None:

@@ -57,6 +57,6 @@ def test_little_memory_is_not_shown_as_none(
 
 def test_bench_shows_the_memory_of_captures_in_the_unit_that_suits_it() -> None:
     console = Console(file=io.StringIO(), width=150)
-    print_memory(console, MemoryFigures([1, 2], 2, 2_048, 1_500_000, 512, 3, [1.0], [1.0]))
+    print_memory(console, MemoryFigures([1, 2], 2, 2_048, 1_500_000, 512, 3, [1.0], [0.9], [0.8]))
     assert isinstance(console.file, io.StringIO)
     assert "pool 1.5 MB, of the largest alone 2.0 kB; driver 512 B" in console.file.getvalue()

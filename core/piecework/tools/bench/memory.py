@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,7 @@ class MemoryFigures:
         driver_bytes: kept by the driver for all graphs, as far as it can be told.
         num_graphs: of all sizes together.
         capture_s: ``piecework.capture`` of all sizes, pass by pass.
+        calls_s: so much of that was spent in the calls of ``Capturer.capture``.
         bare_s: the calls of ``Capturer.capture`` alone, with the same pieces in the same order.
         raw_s: ``capture_begin``, run, ``capture_end`` of ``torch.cuda.CUDAGraph`` in their place.
         skipped: why nothing was measured.
@@ -44,6 +46,7 @@ class MemoryFigures:
     driver_bytes: int = 0
     num_graphs: int = 0
     capture_s: list[float] = field(default_factory=list)
+    calls_s: list[float] = field(default_factory=list)
     bare_s: list[float] = field(default_factory=list)
     raw_s: list[float] = field(default_factory=list)
     skipped: str | None = None
@@ -75,9 +78,11 @@ def measure_memory(bench: Bench, sizes: Sequence[int]) -> MemoryFigures:
         figures.largest_pool_bytes = plans.pool.capturer.memory().pool_bytes
         plans.give_back()
         for _ in range(NUM_PASSES):
-            start = time.perf_counter()
-            piecework.capture(model, sizes, ids, show_progress=False)
-            figures.capture_s.append(time.perf_counter() - start)
+            with _timing_calls(plans) as timing:
+                start = time.perf_counter()
+                piecework.capture(model, sizes, ids, show_progress=False)
+                figures.capture_s.append(time.perf_counter() - start)
+            figures.calls_s.append(timing.seconds)
             memory = plans.pool.capturer.memory()
             figures.pool_bytes, figures.driver_bytes = memory.pool_bytes, memory.driver_bytes
             figures.num_graphs = sum(plan.recording.num_graphs for plan in plans.plans.values())
@@ -87,6 +92,34 @@ def measure_memory(bench: Bench, sizes: Sequence[int]) -> MemoryFigures:
             if bench.case.device.type == "cuda":
                 figures.raw_s.append(_seconds_of_captures(compiled, plans, sizes, ids, _by_hand()))
     return figures
+
+
+class _Timing:
+    """Stands for a capturer, and adds up the time that its captures take."""
+
+    def __init__(self, capturer: Any) -> None:
+        self.capturer = capturer
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.capturer, name)
+
+    def capture(self, fn: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        try:
+            return self.capturer.capture(fn)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def _timing_calls(plans: Plans) -> Iterator[_Timing]:
+    pool: Any = plans.pool
+    pool.capturer = timing = _Timing(pool.capturer)
+    try:
+        yield timing
+    finally:
+        pool.capturer = timing.capturer
 
 
 Capturing = Callable[[Callable[[], Any]], tuple[Any, Any]]

@@ -68,7 +68,8 @@ def print_memory(console: Console, memory: MemoryFigures) -> None:
         f"{memory.num_layers} layers, {len(memory.sizes)} sizes up to {max(memory.sizes)}, {memory.num_graphs} graphs\n"
         f"  pool {format_bytes(memory.pool_bytes)}, of the largest alone {format_bytes(memory.largest_pool_bytes)}; "
         f"driver {format_bytes(memory.driver_bytes)}\n"
-        f"  captured in {_seconds(memory.capture_s)}; the bare capture calls took {_seconds(memory.bare_s)}{raw}",
+        f"  captured in {_seconds(memory.capture_s)}, of which {_seconds(memory.calls_s)} in the capture calls; "
+        f"the bare calls one after the other took {_seconds(memory.bare_s)}{raw}",
         markup=False,
         highlight=False,
     )
