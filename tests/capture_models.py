@@ -39,6 +39,8 @@ library.define("double(Tensor(a!) x) -> Tensor(a!)")
 library.define("tail(Tensor(a!) x) -> Tensor(a!)")
 library.define("tail_and_sum(Tensor(a!) x) -> (Tensor(a!), Tensor)")
 library.define("unsafe(Tensor x) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
+library.define("log(Tensor x, Tensor(a!) count) -> Tensor")
+library.define("log_parts(Tensor x, Tensor(a!) count) -> (Tensor, Tensor)")
 
 
 def _rotate(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,12 +51,23 @@ def _tail_and_sum(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.mul_(2)[:, 1:], x.sum(1)
 
 
+def _log(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    count.add_(1)
+    return x[x[:, 0] > 0]
+
+
+def _some_rows_of(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(torch.library.get_ctx().new_dynamic_size(), x.shape[1])
+
+
 for name, real, fake in (
     ("rotate", _rotate, lambda q, k: (q, k)),
     ("double", lambda x: x.mul_(2), lambda x: x),
     ("tail", lambda x: x.mul_(2)[:, 1:], lambda x: x[:, 1:]),
     ("tail_and_sum", _tail_and_sum, lambda x: (x[:, 1:], x.new_empty(x.shape[0]))),
     ("unsafe", lambda x: x * 2 + 1, torch.empty_like),
+    ("log", _log, lambda x, count: _some_rows_of(x)),
+    ("log_parts", lambda x, count: (_log(x, count), x + 1), lambda x, count: (_some_rows_of(x), torch.empty_like(x))),
 ):
     library.impl(name, real, "CompositeExplicitAutograd")
     torch.library.register_fake(f"capture::{name}", fake, lib=library)

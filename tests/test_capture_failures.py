@@ -237,6 +237,39 @@ def test_a_size_that_follows_from_data_names_the_op() -> None:
         call(rows(2))
 
 
+@pytest.mark.parametrize("op", ["capture::log", "capture::log_parts", "aten::nonzero"])
+def test_an_op_whose_result_nobody_uses_needs_no_memory_and_runs_once_per_call(op: str) -> None:
+    def model(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        if op == "aten::nonzero":
+            y.nonzero()
+        else:
+            getattr(more, op.removeprefix("capture::"))(y, count)
+        return y * 2 + count
+
+    call = compiled(model, splitting_ops=[op])
+    count = torch.zeros(())
+    with counters.expect(num_graph_captures=4, num_graph_replays=6):
+        for n in (2, 3, 2):
+            check(call, model, rows(n), count)
+    check(call, model, rows(5), count)  # not among the sizes
+    assert count == (0 if op == "aten::nonzero" else 4)
+    report = piecework.report(call)
+    assert report.memory is not None and report.memory.bridge_bytes == 0
+
+
+def test_what_asserts_more_of_a_size_that_follows_from_data_stays() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        chosen = (x > 0).nonzero()
+        torch._check(chosen.shape[0] >= 1)
+        return x + 1
+
+    call = compiled(model, splitting_ops=["aten::nonzero"], capture_sizes=())
+    check(call, model, rows(2).abs())
+    with pytest.raises(RuntimeError, match="u0 >= 1"):
+        call(-rows(2).abs())
+
+
 def test_pieces_with_unsafe_ops_run_between_the_graphs() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         y = ops.scale3(x + 1)

@@ -56,7 +56,7 @@ def _bind_op(action: OpAction, values: Values) -> Bound:
     if node in effects.identical:
         return Bound(call)
     result = effects.values[node]
-    if result is None:
+    if result is None or not node.users:
         return Bound(call, {node: None})
     _check_result(node, result)
     fakes = tensors_in(result)
@@ -70,13 +70,13 @@ def _bind_op(action: OpAction, values: Values) -> Bound:
         [_view_of(*pair, values) if memory is None else memory for pair, memory in zip(pairs, kept, strict=True)]
     )
     results = {node: internals.pytree.tree_map_only(torch.Tensor, lambda _: next(remaining), result)}
-    is_bridged = any(memory is not None for memory in kept) and node.users
+    is_bridged = any(memory is not None for memory in kept)
     return _bridged(call, results, kept, values) if is_bridged else Bound(call, results)
 
 
 def _check_result(node: Node, result: Any) -> None:
     leaves = internals.pytree.tree_leaves(result)
-    if node.users and not all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves):
+    if not all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves):
         raise CaptureError(f"{op_name(node)} gives a number{line_of(node)}, which a graph can't follow")
 
 

@@ -104,7 +104,8 @@ def split_graph(
     """Cut a Dynamo graph at the given ops.
 
     Args:
-        graph: flat inputs with ``example_value`` in their meta; it is not changed.
+        graph: flat inputs with ``example_value`` in their meta; it loses assertions that always hold, and is not
+            changed otherwise.
         fake_mode: the mode of those example values.
         ops: where to cut; a name may be a packet, an overload or an ATen name.
         must_match: names among ``ops`` that the user gave; one that is not in the graph is
@@ -116,11 +117,30 @@ def split_graph(
         SplitError: the graph can't be cut there; the message names the user's line.
     """
     matcher = OpMatcher(ops)
+    _drop_vain_assertions(graph)
     effects = find_effects(graph, fake_mode)
     splitter = _Splitter(graph, effects, matcher, fake_mode, bound or {})
     result = splitter.split()
     _check_all_found(graph, fake_mode, matcher, must_match, splitter.matched_names)
     return result
+
+
+def _drop_vain_assertions(graph: GraphModule) -> None:
+    """Drop what asserts that a size of a tensor is not negative: Dynamo does for each size that follows from data.
+
+    Else the result of an op that nobody uses would count as used.
+    """
+    for assertion in [node for node in graph.graph.nodes if op_name(node) == "aten::_assert_scalar"]:
+        condition = assertion.args[0]
+        if not isinstance(condition, Node) or condition.target is not operator.ge or condition.args[1] != 0:
+            continue
+        size = condition.args[0]
+        if isinstance(size, Node) and op_name(size) == "aten::sym_size":
+            item = [node for node in size.all_input_nodes if node.target is operator.getitem]
+            for node in (assertion, condition, size, *item):
+                if not node.users:
+                    graph.graph.erase_node(node)
+            graph.recompile()
 
 
 # --- names ------------------------------------------------------------------------------------
