@@ -239,15 +239,16 @@ def an_alias_has_the_form_of_its_tensor(capturer: Capturer) -> None:
 
 
 @case
-def an_alias_with_a_storage_of_its_own_has_nothing_else_in_it(capturer: Capturer) -> None:
+def the_storage_of_an_alias_begins_and_ends_with_that_of_its_tensor(capturer: Capturer) -> None:
     with capturer.session():
-        for made in (capturer.empty((6, 4), (4, 1), torch.bfloat16), capturer.empty((3,), (1,), torch.float32)):
+        blocks = [capturer.empty((6, 4), (4, 1), torch.bfloat16), capturer.empty((300,), (1,), torch.float32)]
+        for made in [*blocks, *blocks]:
             view = made[1:]
-            alias = capturer.alias(view, has_own_storage=True)
-            assert (alias.size(), alias.stride(), alias.dtype) == (view.size(), view.stride(), view.dtype)
-            assert alias.data_ptr() == view.data_ptr()
+            alias = capturer.alias(view)
+            assert alias.storage_offset() == view.storage_offset()
             assert alias.untyped_storage().data_ptr() == made.data_ptr()
             assert alias.untyped_storage().nbytes() == made.untyped_storage().nbytes()
+            assert alias.as_strided((2,), (1,), 0).data_ptr() == made.data_ptr()
 
 
 @case

@@ -286,6 +286,28 @@ def test_static_inputs_and_outputs() -> None:
 
 
 @pytest.mark.parametrize("capturable", [False, True])
+def test_views_by_absolute_offsets_are_taken_from_the_right_memory(capturable: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                qkv = self.qkv(x)
+                q, k = (qkv.as_strided((x.size(0), 64), (192, 1), offset) for offset in (0, 64))
+                out = torch.empty_like(x)
+                ops.attn(q, k, out)
+                x = x + self.out(out + qkv[:, 128:])
+            return x
+
+    model = Model().cuda()
+    call = compiled(model, capturable, capture_sizes=[2, 4], max_padding_ratio=1)
+    for size in (4, 2, 4, 2):
+        close(call(x := rows(size)), model(x))
+
+
+@pytest.mark.parametrize("capturable", [False, True])
 def test_models_on_two_devices_are_captured_in_pools_of_their_own(capturable: bool) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two devices")

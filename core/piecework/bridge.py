@@ -56,7 +56,7 @@ def _bind_op(action: OpAction, values: Values) -> Bound:
     if node in effects.identical:
         return Bound(call)
     result = effects.values[node]
-    if result is None or not node.users:
+    if not node.users:
         return Bound(call, {node: None})
     _check_result(node, result)
     fakes = tensors_in(result)

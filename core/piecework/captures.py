@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 import warnings
 from collections import Counter, defaultdict
@@ -76,8 +77,8 @@ class Captures:
         self.budget = Budget(config.max_capture_bytes)
         self.plans: dict[Key, Plan] = {}
         self.retry_at: dict[Key, int] = {}
-        self.warm: defaultdict[Key, set[str]] = defaultdict(set)
-        """Pieces that were warmed up at a size: they need not be when that is captured again."""
+        self.warm: defaultdict[tuple[Key, int], set[str]] = defaultdict(set)
+        """Pieces that were warmed up at a size by a thread: they need not be when it captures that again."""
         self.said: set[str] = set()
         """Reasons why a capture failed that were said."""
         self.is_recording = False
@@ -262,7 +263,7 @@ class Captures:
             try:
                 yield undo
             except Exception as error:  # of the plugin that captures, whose name it gets
-                self.warm.pop(key, None)
+                self.warm.clear()
                 own = isinstance(error, CaptureError)
                 why = str(error) if own else f"plugin {self.pool.plugin!r} raised {type(error).__name__}: {error}"
                 raise CaptureError(f"size {key} of {self.owner} can't be captured: {why}") from error
@@ -271,10 +272,10 @@ class Captures:
         values = self.sizes.values_of(key)
         recorder = Recorder(
             self.programs.of(self.pieces(key), key if len(values) == 1 else values),
-            *(self.schedule, replace(self.inputs, bound=self.bound()), self.pool, self.statics, self.refusals),
+            *(self.schedule, self.bound(), self.pool, self.statics, self.refusals),
             numbers=self.sizes.numbers_of(key),
             results=self.results,
-            warm=self.warm[key],
+            warm=self.warm[key, threading.get_ident()],
         )
         return recorder.record(given)
 

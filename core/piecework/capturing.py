@@ -121,16 +121,12 @@ class Capturer(abc.ABC):
 
         return torch.empty_strided(size, stride, dtype=dtype, device=self.device)
 
-    def alias(self, tensor: torch.Tensor, *, has_own_storage: bool = False) -> torch.Tensor:
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor over the same memory that does not keep later captures from using it.
 
         It must keep the pool itself from being given back to the device. Without an implementation, all
-        intermediates of all sizes stay apart: right, and far larger.
-
-        Args:
-            tensor: memory of the pool, or any other, which is its own alias.
-            has_own_storage: users get it (``static_outputs``), who may look at its storage, or save it: nothing else
-                is in there. Other aliases may share a storage, which is cheaper where there are thousands.
+        intermediates of all sizes stay apart: right, and far larger. The storage begins and ends where that of the
+        tensor does, since offsets count from there; equal aliases may be one tensor.
         """
         return tensor
 

@@ -145,8 +145,7 @@ class Forward:
             raise CaptureError(f"capture: piecework.freeze() was called, so no size of {self.owner} can be added")
         tensors = self.tensors_of(compiled, args, kwargs)
         given = {i: tensors[i] for i in compiled.plans.inputs.tensor_indices}
-        state = compiled.state
-        if state.has_changed() and (problem := state.settle()) is not None:  # as before the answer to a call
+        if (problem := compiled.state.settle()) is not None:  # as before the answer to a call
             raise TraceDepartureError(f"{self.owner}: {problem}")
         with compiled.plans.pool.lock:
             compiled.plans.drop_outdated()

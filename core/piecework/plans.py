@@ -283,7 +283,7 @@ class Plans:
     def drop_outdated(self) -> None:
         if self.outdated_by:
             why = _why_outdated(self.outdated_by)
-            self.outdated_by = ()  # First: what another thread adds from here on is seen at the next call.
+            self.outdated_by = ()  # First: plans of before what another thread adds from here on are dropped, too.
             for plan in list(self.plans.values()):
                 self.drop(plan, why)
 

@@ -14,7 +14,7 @@ from piecework import torch_internals as internals
 from piecework.effects import Effects
 from piecework.pieces import SplittingOp
 from piecework.refusals import Refusals
-from piecework.schedule import OpStep, Outline, Schedule
+from piecework.schedule import OpStep, Outline, Schedule, Unit
 from piecework.split import PieceStep
 
 Run = Callable[..., Sequence[Any]]
@@ -25,6 +25,7 @@ class Pieces:
     """What runs at one size: a function per piece, and which of them are the same code."""
 
     runs: Sequence[Run]
+    """The same list for all sizes that have these functions."""
     keys: Sequence[str]
 
 
@@ -46,7 +47,7 @@ class OpAction:
     step: OpStep
     is_captured: bool
     function: Callable[..., Any]
-    """What to call: the cheapest route that is right."""
+    """What to call for a splitting op: the cheapest route that is right."""
 
     @property
     def node(self) -> Node:
@@ -63,14 +64,14 @@ Action = PieceAction | OpAction
 
 
 @dataclass(frozen=True)
-class Settle:
+class EvaluateTask:
     """Do once what costs no kernel: allocate, unpack, look at sizes."""
 
     node: Node
 
 
 @dataclass(frozen=True)
-class Graph:
+class CaptureTask:
     """Record neighbouring actions as one graph.
 
     Attributes:
@@ -87,14 +88,14 @@ class Graph:
 
 
 @dataclass(frozen=True)
-class Between:
+class BindTask:
     """Bind an action that runs between the graphs."""
 
     action: Action
     dying: tuple[Node, ...]
 
 
-Task = Settle | Graph | Between
+Task = EvaluateTask | CaptureTask | BindTask
 
 
 class Programs:
@@ -122,7 +123,7 @@ class Programs:
             self._made[key] = pieces.runs, tuple(self.tasks(self.actions(pieces, captured)))
         return self._made[key][1]
 
-    def is_captured(self, unit: PieceStep | OpStep, size: Any) -> bool:
+    def is_captured(self, unit: Unit, size: Any) -> bool:
         """Whether a splitting op is recorded at a size, and not run between the graphs."""
         if isinstance(unit, PieceStep) or unit.op is None:
             return False
@@ -134,7 +135,7 @@ class Programs:
         places = iter(zip(pieces.runs, pieces.keys, strict=True))
         for unit, is_captured in zip(self.schedule.units, captured, strict=True):
             if isinstance(unit, OpStep):
-                actions.append(OpAction(unit, is_captured, _function(unit, self.effects)))
+                actions.append(OpAction(unit, is_captured, _function(unit, unit.op, self.effects)))
                 continue
             run, key = next(places)
             why = self.refusals.of_piece(unit, key)
@@ -151,23 +152,23 @@ class Programs:
             if _is_recorded(action, waiting):
                 waiting.append((index, action))
             elif isinstance(action, OpAction) and action.op is None:
-                yield Settle(action.node)
+                yield EvaluateTask(action.node)
             else:
                 if waiting:
                     yield self.graph(waiting, num_done)
                     num_done = waiting[-1][0] + 1
                     waiting = []
-                yield Between(action, self.dying(num_done, index))
+                yield BindTask(action, self.dying(num_done, index))
                 num_done = index + 1
         if waiting:
             yield self.graph(waiting, num_done)
 
-    def graph(self, waiting: Sequence[tuple[int, Action]], num_done: int) -> Graph:
+    def graph(self, waiting: Sequence[tuple[int, Action]], num_done: int) -> CaptureTask:
         indices, actions = zip(*waiting, strict=True)
         pieces = tuple(action for action in actions if isinstance(action, PieceAction))
         names = [action.step.name for action in pieces]
         name = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" if names else "a splitting op"
-        return Graph(actions, self.schedule.outline(indices), name, pieces, self.dying(num_done, indices[-1]))
+        return CaptureTask(actions, self.schedule.outline(indices), name, pieces, self.dying(num_done, indices[-1]))
 
     def dying(self, num_done: int, index: int) -> tuple[Node, ...]:
         """Return what nobody needs any longer after an action, besides what was let go before."""
@@ -182,11 +183,17 @@ def _is_recorded(action: Action, waiting: Sequence[tuple[int, Action]]) -> bool:
     return action.is_captured or (action.node.target is operator.getitem and action.node.args[0] in parents)
 
 
-def _function(unit: OpStep, effects: Effects) -> Callable[..., Any]:
-    if unit.op is not None and unit.op.implementation is not None:
-        return unit.op.implementation
+def _function(unit: OpStep, op: SplittingOp | None, effects: Effects) -> Callable[..., Any]:
+    if op is None:
+        return _not_called
+    if op.implementation is not None:
+        return op.implementation
     target: Any = unit.node.target
     if unit.node.op == "call_method":
         return getattr(torch.Tensor, target)
     overload = effects.overload(unit.node)
     return internals.direct_call(overload) if overload is not None else target
+
+
+def _not_called(*_: Any) -> Any:
+    raise AssertionError("what costs no kernel is evaluated when a size is recorded, and not called")

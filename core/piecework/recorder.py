@@ -17,9 +17,9 @@ from torch.fx import Node
 
 from piecework.bridge import bind
 from piecework.errors import CaptureError
-from piecework.inputs import GraphInputs, Numbers
+from piecework.inputs import Numbers
 from piecework.pool import Pool
-from piecework.program import Action, Graph, Settle, Task
+from piecework.program import Action, CaptureTask, EvaluateTask, Task
 from piecework.refusals import Refusals
 from piecework.schedule import Schedule
 from piecework.segment import Segment
@@ -50,7 +50,7 @@ class Recorder:
     Args:
         program: what is to be done.
         schedule: the steps of the graph in order.
-        inputs: what it is called with.
+        bound: the parameters and buffers.
         pool: where to record; its lock is held.
         statics: memory of the inputs.
         refusals: what stays out of graphs, for messages.
@@ -63,7 +63,7 @@ class Recorder:
         self,
         program: Sequence[Task],
         schedule: Schedule,
-        inputs: GraphInputs,
+        bound: Mapping[Node, torch.Tensor],
         pool: Pool,
         statics: StaticInputs,
         refusals: Refusals,
@@ -72,7 +72,7 @@ class Recorder:
         results: Sequence[Node],
         warm: set[str],
     ) -> None:
-        self.program, self.effects, self.inputs = program, schedule.effects, inputs
+        self.program, self.effects, self.bound = program, schedule.effects, bound
         self.statics, self.refusals = statics, refusals
         self.results, self.warm = results, warm
         self.values = Values(schedule, statics, pool, numbers)
@@ -90,7 +90,7 @@ class Recorder:
         try:
             self.enter(given)
             self.record_steps()
-            self.recording.outputs = self.values.returned(self.results)
+            self.recording.outputs = {node: self.values.bound(node) for node in self.results}
         except UnknownSizeError as error:
             raise CaptureError(f"{error}, so that its memory can't be set aside") from error
         except torch.OutOfMemoryError as error:
@@ -103,7 +103,7 @@ class Recorder:
     def enter(self, given: Mapping[int, torch.Tensor]) -> None:
         """Set aside the memory of the inputs, filled with what the call passes."""
         env = self.values.env
-        env.update(self.inputs.bound)
+        env.update(self.bound)
         for tensor in self.statics.held:
             # Without what the caller may still do to the tensor itself, such as `cache.data = other`.
             env[tensor.node] = given[tensor.index].detach()
@@ -119,10 +119,10 @@ class Recorder:
         What nothing after a task needs is let go, so that its memory can be used again.
         """
         for task in self.program:
-            if isinstance(task, Settle):
-                self.settle(task.node)
+            if isinstance(task, EvaluateTask):
+                self.evaluate(task.node)
                 continue
-            if isinstance(task, Graph):
+            if isinstance(task, CaptureTask):
                 self.capture(task)
             else:
                 self.bind(task.action)
@@ -131,7 +131,7 @@ class Recorder:
         if not self.recording.num_graphs:
             raise CaptureError("no piece of it can be captured" + "".join(f"; {w}" for w in self.refusals.lines()))
 
-    def settle(self, node: Node) -> None:
+    def evaluate(self, node: Node) -> None:
         """Do once what costs no kernel: allocate, unpack, look at sizes."""
         values = self.values
         if self.effects.is_allocation(node):
@@ -139,7 +139,7 @@ class Recorder:
         elif node not in self.effects.identical:
             values.env[node] = values.value(node, values.env)
 
-    def capture(self, graph: Graph) -> None:
+    def capture(self, graph: CaptureTask) -> None:
         """Record some actions as one graph."""
         segment = Segment(self.values, graph)
         for action in graph.pieces:

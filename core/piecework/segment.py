@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 from piecework.capturing import Capture, Recordable
 from piecework.effects import line_of, op_name
 from piecework.errors import CaptureError
-from piecework.program import Action, Graph, PieceAction
+from piecework.program import Action, CaptureTask, PieceAction
 from piecework.refusals import refused_op
 from piecework.split import PieceStep
 from piecework.values import Values
@@ -26,7 +26,7 @@ class Segment:
         graph: what it does.
     """
 
-    def __init__(self, values: Values, graph: Graph) -> None:
+    def __init__(self, values: Values, graph: CaptureTask) -> None:
         self.values, self.graph = values, graph
         self.effects, self.schedule = values.effects, values.schedule
         self.capturer = values.pool.capturer
@@ -64,7 +64,7 @@ class Segment:
     def run_one(self, action: Action, env: dict[Node, Any]) -> None:
         values = self.values
         if isinstance(action, PieceAction):
-            args = [env[given] if given in env else values.value(given, env) for given in action.step.inputs]
+            args = [values.value(given, env) for given in action.step.inputs]
             env.update(zip(action.step.outputs, action.run(*args), strict=True))
             return
         node = action.node

@@ -127,8 +127,6 @@ class BoundState:
         self.check_all = check_all
         self.lock = threading.RLock()
         self.num_rebindings = 0
-        self.num_events_settled = -1
-        """The events that the last look at everything had seen."""
         self.on_rebound: Callable[[Sequence[str]], None] = lambda names: None
         """Called when tensors were replaced or their memory moved, with their names as a user would write them."""
         self.bindings: list[_Binding] = []
@@ -217,21 +215,10 @@ class BoundState:
         """
         with self.lock:
             self.watch.changed = False
-            num_events = self.watch.num_events
             problem = self.rebind() or self.departure()
-            if problem is None:
-                self.num_events_settled = num_events
-            else:
+            if problem is not None:
                 self.watch.changed = True
             return problem
-
-    def has_changed(self) -> bool:
-        """Whether calls would notice anything, if not at once: events, and all that they look at in turns."""
-        return (
-            self.watch.num_events != self.num_events_settled
-            or any(binding.address_now != binding.address for binding in self.bindings)
-            or any(one.differs() for one in self.unwatched)
-        )
 
     def rebind(self) -> str | None:
         """Bind to the tensors that the model has now; return what differs from the traced ones."""

@@ -347,7 +347,7 @@ def eval_source(source: str, scope: Mapping[str, Any], frame_globals: Mapping[st
         return None
 
 
-@functools.lru_cache(maxsize=100_000)
+@functools.lru_cache(maxsize=10_000)
 def _compiled(source: str) -> CodeType:
     """Return the code of a source expression; compiling takes ten times as long as running it."""
     return compile(source, "<source of Dynamo>", "eval")

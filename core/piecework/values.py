@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
@@ -58,27 +58,13 @@ class Values:
         """Return a value for a call that outlives the recording: memory of the pool by an alias."""
         if node in self.aliases:
             return self.aliases[node]
-        if node in self.env:
-            self.aliases[node] = alias = self.alias(node)
-            return alias
         if isinstance(node, Node):
             for base in self.schedule.bases(node):
                 if base not in self.aliases:
-                    self.aliases[base] = self.alias(base)
+                    value = self.env[base]
+                    is_pooled = isinstance(value, torch.Tensor) and base not in self.schedule.outside
+                    self.aliases[base] = self.pool.capturer.alias(value) if is_pooled else value
         return self.value(node, self.aliases)
-
-    def returned(self, nodes: Iterable[Node]) -> dict[Node, torch.Tensor]:
-        """Return what results are made from, by aliases of which none shares its storage with other values."""
-        self.aliases = {
-            base: self.alias(base, has_own_storage=True) for node in nodes for base in self.schedule.bases(node)
-        }
-        return {node: self.bound(node) for node in nodes}
-
-    def alias(self, base: Any, **form: bool) -> Any:
-        """Return the value of a node without a hold on memory of the pool."""
-        value = self.env[base]
-        is_pooled = isinstance(value, torch.Tensor) and base not in self.schedule.outside
-        return self.pool.capturer.alias(value, **form) if is_pooled else value
 
     def number(self, value: Any) -> Any:
         if isinstance(value, tuple):

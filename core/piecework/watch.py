@@ -34,14 +34,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.changed = False
-        self.num_events = 0
-        """Only ever raised: who looked at this number before knows whether events came since."""
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-    def note(self) -> None:
-        """Note that something happened."""
-        self.num_events += 1
-        self.changed = True
 
     def cover(self, modules: Iterable[nn.Module]) -> None:
         """Watch these too, such as a submodule that took the place of a traced one."""
@@ -112,7 +105,7 @@ def _tell(module: nn.Module) -> None:
     watches = _watches.get(id(module.__dict__))
     if watches:
         for watch in list(watches):
-            watch.note()
+            watch.changed = True
 
 
 class _CountingDict(dict[str, Any]):
@@ -126,7 +119,7 @@ class _CountingDict(dict[str, Any]):
 
     def tell(self) -> None:
         for watch in list(_watches.get(self.key, ())):
-            watch.note()
+            watch.changed = True
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
         return dict, (dict(self),)

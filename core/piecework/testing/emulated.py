@@ -150,7 +150,7 @@ class EmulatedCapturer(Capturer):
                 self._take(num_bytes, dtype, f"no memory for a static tensor {list(size)} of {dtype}"), wanted
             )
 
-    def alias(self, tensor: torch.Tensor, *, has_own_storage: bool = False) -> torch.Tensor:
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor over the same memory that does not hold it; memory outside of the pool it does hold."""
         storage = tensor.untyped_storage()
         with _detached():

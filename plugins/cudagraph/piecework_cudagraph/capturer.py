@@ -103,13 +103,12 @@ class CudaGraphCapturer(Capturer):
         with _enough_memory(f"a static tensor {list(size)} of {dtype}"), torch.inference_mode(False):
             return pool.empty(size, stride, dtype)
 
-    def alias(self, tensor: torch.Tensor, *, has_own_storage: bool = False) -> torch.Tensor:
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor over the same memory that holds the pool only; one outside of the pool as it is."""
-        # Shared ones hold the pool until the end of a session, so none is made outside of one.
-        is_shared = self._is_in_session and not has_own_storage
         for pool in self._pools if tensor.untyped_storage().nbytes() else ():
-            alias = pool.alias(tensor) if is_shared else pool.own_alias(tensor)
-            if alias is not None:
+            if (alias := pool.alias(tensor)) is not None:
+                if not self._is_in_session:  # Else the pool would hold itself until the end of the next one.
+                    pool.forget_aliases()
                 return alias
         return tensor
 
@@ -172,10 +171,7 @@ class CudaGraphCapturer(Capturer):
         try:
             internals.begin_capture(graph, pool.id)
             # An alias has no place for a conjugation that is still to be done.
-            results = tuple(
-                result.resolve_conj().resolve_neg() if result.is_conj() or result.is_neg() else result
-                for result in fn()
-            )
+            results = tuple(result.resolve_conj().resolve_neg() for result in fn())
         except BaseException as error:  # Raised again, when the capture is ended: an interrupt must end it, too.
             refusal = self._end(graph, pool, num_uses)
             graph.reset()  # The traceback keeps the graph.

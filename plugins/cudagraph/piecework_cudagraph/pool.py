@@ -28,10 +28,8 @@ class GraphPool:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._segments: dict[int, int] = {}
-        self._starts: list[int] = []
-        self._storages: dict[int, torch.UntypedStorage] = {}
-        """By where they begin: one storage per segment is a third of the cost of one per alias."""
+        self._segments: list[tuple[int, int]] = []
+        self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
         self._aliases: dict[tuple[Any, ...], torch.Tensor] = {}
         self._pool = torch.cuda.MemPool()
         _keep_for_good(self._pool)
@@ -63,27 +61,18 @@ class GraphPool:
     def alias(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a tensor over memory of the pool that holds the pool, but not the block; None for other memory.
 
-        Layers that are alike use the same memory in turn: equal aliases are made once, until ``forget_aliases``.
+        Layers that are alike use the same blocks in turn: equal aliases are made once, until ``forget_aliases``.
         """
-        form = (tensor.data_ptr(), tensor.dtype, tensor.size(), tensor.stride())
-        alias = self._aliases.get(form)
-        if alias is None:
-            address = tensor.untyped_storage().data_ptr()
-            start = self._segment_of(address)
-            if start is None:
-                return None
-            if start not in self._storages:
-                self._storages[start] = self._storage(start, self._segments[start])
-            alias = with_storage(self._storages[start], tensor, bytes_ahead=address - start)
-            self._aliases[form] = alias
-        return alias
-
-    def own_alias(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return such a tensor with a storage that has nothing else in it."""
         storage = tensor.untyped_storage()
-        if self._segment_of(storage.data_ptr()) is None:
-            return None
-        return with_storage(self._storage(storage.data_ptr(), storage.nbytes()), tensor)
+        block = (storage.data_ptr(), storage.nbytes())
+        form = (block, tensor.storage_offset(), tensor.dtype, tensor.size(), tensor.stride())
+        alias = self._aliases.get(form)
+        if alias is None and self._holds(block[0]):
+            if block not in self._storages:
+                memory = torch.as_tensor(_Bytes(self, *block), device=self._device)
+                self._storages[block] = memory.untyped_storage()
+            self._aliases[form] = alias = with_storage(self._storages[block], tensor)
+        return alias
 
     def forget_aliases(self) -> None:
         """Let go of the aliases, which hold the pool; those that others have go on to hold it."""
@@ -104,42 +93,28 @@ class GraphPool:
         for _ in range(self.num_uses - num_uses):
             internals.release_use(self._device.index, self.id)
 
-    def _segment_of(self, address: int) -> int | None:
-        """Return where the segment begins that an address lies in; None where it lies in none."""
-        start = self._known_segment_of(address)
-        if start is None:
-            self._segments = {segment["address"]: segment["total_size"] for segment in self._snapshot()}
-            self._starts = sorted(self._segments)
-            self._storages.clear()  # A segment may have grown.
-            start = self._known_segment_of(address)
-        return start
+    def _holds(self, address: int) -> bool:
+        """Whether an address lies in the pool."""
+        if not self._knows(address):
+            segments = ((s["address"], s["address"] + s["total_size"]) for s in self._snapshot())
+            self._segments = sorted(segments)
+        return self._knows(address)
 
-    def _known_segment_of(self, address: int) -> int | None:
-        at = bisect.bisect_right(self._starts, address) - 1
-        start = self._starts[at] if at >= 0 else None
-        return start if start is not None and address < start + self._segments[start] else None
-
-    def _storage(self, address: int, num_bytes: int) -> torch.UntypedStorage:
-        return torch.as_tensor(_Bytes(self, address, num_bytes), device=self._device).untyped_storage()
+    def _knows(self, address: int) -> bool:
+        at = bisect.bisect_right(self._segments, (address, sys.maxsize)) - 1
+        return at >= 0 and address < self._segments[at][1]
 
     def _snapshot(self) -> list[dict[str, int]]:
         return self._pool.snapshot(include_traces=False)
 
 
-def with_storage(storage: torch.UntypedStorage, like: torch.Tensor, *, bytes_ahead: int = 0) -> torch.Tensor:
-    """Return a tensor of the form of another one over a storage; writable in and outside of inference mode.
-
-    Args:
-        storage: whose memory.
-        like: sizes, strides and offset.
-        bytes_ahead: where in ``storage`` the memory begins that the offset counts from.
-    """
+def with_storage(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the form of another one over a storage; writable in and outside of inference mode."""
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
-            return with_storage(storage, like, bytes_ahead=bytes_ahead)
+            return with_storage(storage, like)
     made = torch.empty(0, dtype=like.dtype, device=like.device)
-    offset = bytes_ahead // like.element_size() + like.storage_offset()
-    return made.set_(storage, offset, like.size(), like.stride())
+    return made.set_(storage, like.storage_offset(), like.size(), like.stride())
 
 
 class _Bytes:

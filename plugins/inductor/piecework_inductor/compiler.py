@@ -63,10 +63,10 @@ def _taking_arguments(inner: internals.InnerFunction, num_inputs: int) -> Callab
     arguments = ", ".join(f"a{i}" for i in range(num_inputs))
     lines = [f"def run({arguments}):"]
     if inner.checked_inputs:
-        addresses = " | ".join(f"pointer(a{i})" for i in inner.checked_inputs)
+        addresses = " | ".join(f"a{i}.data_ptr()" for i in inner.checked_inputs)
         lines += [f"    if ({addresses}) % {internals.ALIGNMENT}:", f"        return call([{arguments}])"]
     lines.append(f"    return aligned_call([{arguments}])")
-    namespace = {"call": inner.call, "aligned_call": inner.aligned_call, "pointer": torch.Tensor.data_ptr}
+    namespace = {"call": inner.call, "aligned_call": inner.aligned_call}
     exec("\n".join(lines), namespace)
     return namespace["run"]
 

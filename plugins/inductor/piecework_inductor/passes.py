@@ -52,11 +52,12 @@ class UnfuseResiduals(internals.CustomGraphPass):
 
 
 def _adds_residual(node: Node) -> bool:
-    """Whether what an ``addmm`` adds is as large as its result."""
+    """Whether an ``addmm`` that is a result adds something with two dims, and not expanded."""
     residual: Any = node.args[0]
     value = residual.meta["val"]
     is_plain = all(node.kwargs.get(name, 1) == 1 for name in ("alpha", "beta"))
-    return is_plain and value.device.type == "cuda" and value.dim() == 2 and 0 not in value.stride()
+    is_result = any(user.op == "output" for user in node.users)
+    return is_result and is_plain and value.device.type == "cuda" and value.dim() == 2 and 0 not in value.stride()
 
 
 def _unfuse(node: Node) -> None:
