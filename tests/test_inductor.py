@@ -434,6 +434,23 @@ def test_exact_size() -> None:
             torch.testing.assert_close(compiled(rows(n)), model(rows(n)))
 
 
+def number(x: torch.Tensor) -> torch.Tensor:
+    return ops.scale3(x + 1) * 3 + x.sum().item()
+
+
+def nonzero(x: torch.Tensor) -> torch.Tensor:
+    indices = torch.nonzero(x[:, 0] > 0)[:, 0]
+    return ops.scale3(x + 1) + x[indices].sum(0)
+
+
+@pytest.mark.parametrize("model", [number, nonzero])
+@pytest.mark.parametrize("compile_sizes", [(), (4,)])
+def test_what_follows_from_data_compiles(model: Callable[..., Any], compile_sizes: Any) -> None:
+    call = by_inductor(model, compile_sizes=compile_sizes, capture_sizes=())
+    for n in (4, 2, 7):
+        torch.testing.assert_close(call(rows(n)), model(rows(n)))
+
+
 def test_results_that_alias_go_through_the_artifact() -> None:
     """A piece that returns an input is not met by splitting, so it is made here by hand."""
     graph = torch.fx.Graph()

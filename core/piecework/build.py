@@ -176,6 +176,9 @@ class Builder:
             runs: list[Callable[..., Any]] = []
             for place, one in enumerate(by_place(compiled)):
                 symbols = one.unique.symbols_by_place[one.unique.places.index(place)]
+                if not all(symbol in self.trace.sizes.meaning_of_symbol for symbol in symbols):
+                    runs.append(one.run)  # It takes a size that follows from data: there is no exact one.
+                    continue
                 meanings = [self.trace.sizes.meaning_of_symbol[symbol] for symbol in symbols]
                 numbers = tuple(values[meaning] if isinstance(meaning, str) else meaning for meaning in meanings)
                 key = (one.unique.piece.key, numbers)

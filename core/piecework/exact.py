@@ -75,7 +75,8 @@ def run_on_fakes(graph: GraphModule, note: Callable[[Node, Any], Any]) -> None:
 
     examples = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
     mode = next((example.fake_mode for example in examples if isinstance(example, internals.FakeTensor)), None)
-    with mode or internals.new_fake_mode(), torch.no_grad():
+    mode = mode or internals.new_fake_mode(internals.ShapeEnv())
+    with mode, internals.without_new_guards(mode), torch.no_grad():
         Runner(graph).run(*[fresh_fake(example) for example in examples])
 
 

@@ -224,10 +224,16 @@ def failed_guard(manager: Any, scope: dict[str, Any]) -> str | None:
     return str(parts[0]) if parts else "a guard without a description"
 
 
-def without_new_guards(fake_mode: FakeTensorMode) -> contextlib.AbstractContextManager[Any]:
-    """Look at a trace again without narrowing what it holds for."""
+@contextlib.contextmanager
+def without_new_guards(fake_mode: FakeTensorMode) -> Iterator[None]:
+    """Look at a trace again without narrowing what it holds for.
+
+    Sizes and numbers that follow from data get new symbols each time. Inductor would wait for these to be bound by
+    the piece that it compiles next, and fail.
+    """
     assert fake_mode.shape_env is not None
-    return fake_mode.shape_env.suppress_guards()
+    with fake_mode.shape_env.suppress_guards(), fake_mode.shape_env.ignore_fresh_unbacked_symbols():
+        yield
 
 
 def keeping_sizes_symbolic() -> contextlib.AbstractContextManager[Any]:
