@@ -97,6 +97,7 @@ def toy_llama_command(
 
     if json is not None:
         check_json_file(json)
+    several = numbers(sizes)
     console = _console()
     on = _device(device)
     dtype = torch.bfloat16 if on.type == "cuda" else torch.float32
@@ -113,7 +114,6 @@ def toy_llama_command(
             runs.append(_measure(console, bench, builders, num_rounds, bounds_of_run))
             del bench  # Its graphs and kernels take memory of the device.
             if memory:
-                several = numbers(sizes)
                 largest = Case(num_layers, hidden, max(several), on, dtype)
                 memories.append(measure_memory(Bench(largest, plugins, piece_compiler=piece_compiler), several))
                 print_memory(console, memories[-1])

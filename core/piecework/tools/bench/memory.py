@@ -20,7 +20,7 @@ from piecework.tools.bench.contenders import Bench, SkipContender
 __all__ = ["MemoryFigures", "measure_memory"]
 
 NUM_PASSES = 7
-"""The first of each does things for the first time, such as loading kernels and warm-ups; the fastest counts."""
+"""The first of each does things for the first time, warm-ups too; of those that capture again, the fastest counts."""
 
 
 @dataclass
