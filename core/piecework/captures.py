@@ -262,7 +262,7 @@ class Captures:
             undo.callback(put_back)
             try:
                 yield undo
-            except Exception as error:  # of the plugin that captures, whose name it gets
+            except Exception as error:  # Whatever a plugin raises: raised again below, with its name.
                 self.warm.clear()
                 own = isinstance(error, CaptureError)
                 why = str(error) if own else f"plugin {self.pool.plugin!r} raised {type(error).__name__}: {error}"

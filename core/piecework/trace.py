@@ -342,7 +342,7 @@ def _outputs(
 def eval_source(source: str, scope: Mapping[str, Any], frame_globals: Mapping[str, Any]) -> Any:
     """Return what a source expression of Dynamo stands for now; None where it is gone."""
     try:
-        return eval(_compiled(source), {"L": scope, "G": frame_globals})  # noqa: S307 - Dynamo's own source text
+        return eval(_compiled(source), {"L": scope, "G": frame_globals})  # noqa: S307 - text that Dynamo wrote, no user's
     except (AttributeError, KeyError, IndexError):
         return None
 
