@@ -19,7 +19,7 @@ from piecework.static_inputs import UnknownSizeError, base_of
 from piecework.values import Values
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Bound:
     """A call that does at a replay what is not captured."""
 
@@ -50,8 +50,8 @@ def _bind_piece(action: PieceAction, values: Values) -> Bound:
 def _bind_op(action: OpAction, values: Values) -> Bound:
     node, effects = action.node, values.effects
     # A third of the time of one look at all arguments, which are nested in few ops.
-    args = [values.bound(arg) if isinstance(arg, Node) else map_arg(arg, values.bound) for arg in node.args]
-    kwargs = map_arg(node.kwargs, values.bound) if node.kwargs else {}
+    args = [values.bound(arg) if isinstance(arg, Node) else map_arg(arg, values.bound) for arg in action.args]
+    kwargs = map_arg(action.kwargs, values.bound) if action.kwargs else {}
     call = functools.partial(action.function, *args, **kwargs)
     if node in effects.identical:
         return Bound(call)

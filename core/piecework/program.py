@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import Argument
 
 from piecework import torch_internals as internals
 from piecework.effects import Effects
 from piecework.pieces import SplittingOp
 from piecework.refusals import Refusals
-from piecework.schedule import OpStep, Outline, Schedule, Unit
+from piecework.schedule import OpStep, Outline, Schedule
 from piecework.split import PieceStep
 
 Run = Callable[..., Sequence[Any]]
@@ -44,20 +45,14 @@ class PieceAction:
 class OpAction:
     """Runs a splitting op, or a node beside one that costs no kernel."""
 
-    step: OpStep
+    node: Node
+    op: SplittingOp | None
+    """None for a node beside one."""
     is_captured: bool
     function: Callable[..., Any]
     """What to call for a splitting op: the cheapest route that is right."""
-
-    @property
-    def node(self) -> Node:
-        """Return the node that it runs."""
-        return self.step.node
-
-    @property
-    def op(self) -> SplittingOp | None:
-        """Return the splitting op, where it is one."""
-        return self.step.op
+    args: tuple[Argument, ...]
+    kwargs: dict[str, Argument]
 
 
 Action = PieceAction | OpAction
@@ -108,6 +103,7 @@ class Programs:
 
     def __init__(self, schedule: Schedule, refusals: Refusals) -> None:
         self.schedule, self.effects, self.refusals = schedule, schedule.effects, refusals
+        self.ops = [(unit, unit.op) for unit in schedule.units if isinstance(unit, OpStep) and unit.op is not None]
         self._made: dict[tuple[int, tuple[bool, ...]], tuple[Any, tuple[Task, ...]]] = {}
 
     def of(self, pieces: Pieces, size: Any) -> tuple[Task, ...]:
@@ -117,25 +113,26 @@ class Programs:
             pieces: the compiled pieces, one per piece of the graph.
             size: as the user writes it; ``SplittingOp.capturable`` is asked about it.
         """
-        captured = tuple(self.is_captured(unit, size) for unit in self.schedule.units)
+        captured = tuple([self.is_captured(unit, op, size) for unit, op in self.ops])
         key = (id(pieces.runs), captured)
         if key not in self._made:  # With the functions, so that none of others can have their identity.
             self._made[key] = pieces.runs, tuple(self.tasks(self.actions(pieces, captured)))
         return self._made[key][1]
 
-    def is_captured(self, unit: Unit, size: Any) -> bool:
+    def is_captured(self, unit: OpStep, op: SplittingOp, size: Any) -> bool:
         """Whether a splitting op is recorded at a size, and not run between the graphs."""
-        if isinstance(unit, PieceStep) or unit.op is None:
-            return False
-        wanted = unit.op.capturable(size) if callable(unit.op.capturable) else unit.op.capturable
+        wanted = op.capturable(size) if callable(op.capturable) else op.capturable
         return bool(wanted) and self.refusals.of_op(unit.node, self.effects) is None
 
     def actions(self, pieces: Pieces, captured: Sequence[bool]) -> list[Action]:
         actions: list[Action] = []
         places = iter(zip(pieces.runs, pieces.keys, strict=True))
-        for unit, is_captured in zip(self.schedule.units, captured, strict=True):
+        are_captured = iter(captured)
+        for unit in self.schedule.units:
             if isinstance(unit, OpStep):
-                actions.append(OpAction(unit, is_captured, _function(unit, unit.op, self.effects)))
+                is_captured = unit.op is not None and next(are_captured)
+                node, function = unit.node, _function(unit, unit.op, self.effects)
+                actions.append(OpAction(node, unit.op, is_captured, function, node.args, node.kwargs))
                 continue
             run, key = next(places)
             why = self.refusals.of_piece(unit, key)

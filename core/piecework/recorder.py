@@ -126,8 +126,7 @@ class Recorder:
                 self.capture(task)
             else:
                 self.bind(task.action)
-            for node in task.dying:
-                self.values.drop(node)
+            self.values.drop(task.dying)
         if not self.recording.num_graphs:
             raise CaptureError("no piece of it can be captured" + "".join(f"; {w}" for w in self.refusals.lines()))
 

@@ -64,14 +64,14 @@ class Segment:
     def run_one(self, action: Action, env: dict[Node, Any]) -> None:
         values = self.values
         if isinstance(action, PieceAction):
-            args = [values.value(given, env) for given in action.step.inputs]
+            args = [env[given] if given in env else values.value(given, env) for given in action.step.inputs]
             env.update(zip(action.step.outputs, action.run(*args), strict=True))
             return
         node = action.node
         if action.op is None:  # unpacks the results of an op
             env[node] = values.value(node, env)
             return
-        args, kwargs = map_arg((node.args, node.kwargs), lambda arg: values.value(arg, env))
+        args, kwargs = map_arg((action.args, action.kwargs), lambda arg: values.value(arg, env))
         result = action.function(*args, **kwargs)
         if node not in self.effects.identical:
             env[node] = result

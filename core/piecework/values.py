@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import sympy
@@ -56,15 +56,16 @@ class Values:
 
     def bound(self, node: Node | sympy.Symbol) -> Any:
         """Return a value for a call that outlives the recording: memory of the pool by an alias."""
-        if node in self.aliases:
-            return self.aliases[node]
+        aliases, outside = self.aliases, self.schedule.outside
+        if node in aliases:
+            return aliases[node]
         if isinstance(node, Node):
             for base in self.schedule.bases(node):
-                if base not in self.aliases:
+                if base not in aliases:
                     value = self.env[base]
-                    is_pooled = isinstance(value, torch.Tensor) and base not in self.schedule.outside
-                    self.aliases[base] = self.pool.capturer.alias(value) if is_pooled else value
-        return self.value(node, self.aliases)
+                    is_pooled = base not in outside and isinstance(value, torch.Tensor)
+                    aliases[base] = self.pool.capturer.alias(value) if is_pooled else value
+        return self.value(node, aliases)
 
     def number(self, value: Any) -> Any:
         if isinstance(value, tuple):
@@ -82,10 +83,12 @@ class Values:
         layout = self.layout(fake)
         return self.pool.empty(fake, layout.size, layout.stride)
 
-    def drop(self, node: Node) -> None:
-        """Let go of a value that nobody needs any longer, so that its memory can be used again."""
-        self.env.pop(node, None)
-        self.aliases.pop(node, None)
+    def drop(self, nodes: Iterable[Node]) -> None:
+        """Let go of values that nobody needs any longer, so that their memory can be used again."""
+        env, aliases = self.env, self.aliases
+        for node in nodes:
+            env.pop(node, None)
+            aliases.pop(node, None)
 
     def clear(self) -> None:
         """Let go of everything."""

@@ -64,7 +64,12 @@ class CudaGraphCapturer(Capturer):
             self._is_in_session = True
             try:
                 self._stream.wait_stream(caller)
-                with torch.cuda.stream(self._stream), garbage_collection_off(), _no_warning_of_empty_graphs():
+                with (
+                    torch.no_grad(),
+                    torch.cuda.stream(self._stream),
+                    garbage_collection_off(),
+                    _no_warning_of_empty_graphs(),
+                ):
                     self._prepare()
                     with self._driver_memory.measured():
                         yield
@@ -82,11 +87,12 @@ class CudaGraphCapturer(Capturer):
         """
         self._pool_in_session("capture")
         graph = torch.cuda.CUDAGraph()
-        with torch.no_grad():
-            results = self._record(graph, fn)
+        results = self._record(graph, fn)
         self._driver_memory.add(graph)
-        inputs = fn.inputs if isinstance(fn, Recordable) else ()
-        return Capture(internals.replay_of(graph), tuple(_writable(result, inputs) for result in results))
+        if any(result.is_inference() for result in results):
+            inputs = fn.inputs if isinstance(fn, Recordable) else ()
+            results = tuple(_writable(result, inputs) for result in results)
+        return Capture(internals.replay_of(graph), results)
 
     def warm_up(self, fn: Callable[[], Any]) -> None:
         """Run something once on the capture stream, in ordinary memory."""
@@ -105,7 +111,7 @@ class CudaGraphCapturer(Capturer):
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor over the same memory that holds the pool only; one outside of the pool as it is."""
-        for pool in self._pools if tensor.untyped_storage().nbytes() else ():
+        for pool in self._pools:
             if (alias := pool.alias(tensor)) is not None:
                 if not self._is_in_session:  # Else the pool would hold itself until the end of the next one.
                     pool.forget_aliases()
@@ -170,8 +176,10 @@ class CudaGraphCapturer(Capturer):
         num_uses = pool.num_uses
         try:
             internals.begin_capture(graph, pool.id)
+            results = fn()
             # An alias has no place for a conjugation that is still to be done.
-            results = tuple(result.resolve_conj().resolve_neg() for result in fn())
+            if any(result.is_conj() or result.is_neg() for result in results):
+                results = tuple(result.resolve_conj().resolve_neg() for result in results)
         except BaseException as error:  # Raised again, when the capture is ended: an interrupt must end it, too.
             refusal = self._end(graph, pool, num_uses)
             graph.reset()  # The traceback keeps the graph.

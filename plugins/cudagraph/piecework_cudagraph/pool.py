@@ -67,7 +67,7 @@ class GraphPool:
         block = (storage.data_ptr(), storage.nbytes())
         form = (block, tensor.storage_offset(), tensor.dtype, tensor.size(), tensor.stride())
         alias = self._aliases.get(form)
-        if alias is None and self._holds(block[0]):
+        if alias is None and block[1] and self._holds(block[0]):
             if block not in self._storages:
                 memory = torch.as_tensor(_Bytes(self, *block), device=self._device)
                 self._storages[block] = memory.untyped_storage()

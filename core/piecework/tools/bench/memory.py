@@ -35,7 +35,8 @@ class MemoryFigures:
         capture_s: ``piecework.capture`` of all sizes, pass by pass.
         calls_s: so much of that was spent in the calls of ``Capturer.capture``.
         bare_s: the calls of ``Capturer.capture`` alone, with the same pieces in the same order.
-        raw_s: ``capture_begin``, run, ``capture_end`` of ``torch.cuda.CUDAGraph`` in their place.
+        context_s: ``with torch.cuda.graph(...):`` in their place, as one captures by hand.
+        raw_s: ``capture_begin``, run, ``capture_end`` of ``torch.cuda.CUDAGraph``, of which that consists.
         skipped: why nothing was measured.
     """
 
@@ -48,6 +49,7 @@ class MemoryFigures:
     capture_s: list[float] = field(default_factory=list)
     calls_s: list[float] = field(default_factory=list)
     bare_s: list[float] = field(default_factory=list)
+    context_s: list[float] = field(default_factory=list)
     raw_s: list[float] = field(default_factory=list)
     skipped: str | None = None
 
@@ -90,6 +92,7 @@ def measure_memory(bench: Bench, sizes: Sequence[int]) -> MemoryFigures:
             figures.bare_s.append(_seconds_of_captures(compiled, plans, sizes, ids, _by_capturer(plans)))
             plans.pool.capturer.release()
             if bench.case.device.type == "cuda":
+                figures.context_s.append(_seconds_of_captures(compiled, plans, sizes, ids, _by_context()))
                 figures.raw_s.append(_seconds_of_captures(compiled, plans, sizes, ids, _by_hand()))
     return figures
 
@@ -130,6 +133,18 @@ def _by_capturer(plans: Plans) -> Capturing:
     def capture(fn: Callable[[], Any]) -> tuple[Any, Any]:
         captured = plans.pool.capturer.capture(fn)
         return captured.replay, captured.outputs
+
+    return capture
+
+
+def _by_context() -> Capturing:
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture(fn: Callable[[], Any]) -> tuple[Any, Any]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool, torch.cuda.current_stream(), capture_error_mode="thread_local"):
+            outputs = fn()
+        return graph, outputs
 
     return capture
 

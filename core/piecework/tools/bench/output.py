@@ -63,7 +63,11 @@ def print_memory(console: Console, memory: MemoryFigures) -> None:
     if memory.skipped is not None:
         console.print(f"memory and captures: skipped: {memory.skipped}", markup=False)
         return
-    raw = f", {_seconds(memory.raw_s)} by torch.cuda.CUDAGraph itself" if memory.raw_s else ""
+    raw = (
+        f", {_seconds(memory.context_s)} with torch.cuda.graph, {_seconds(memory.raw_s)} by torch.cuda.CUDAGraph itself"
+        if memory.raw_s
+        else ""
+    )
     console.print(
         f"{memory.num_layers} layers, {len(memory.sizes)} sizes up to {max(memory.sizes)}, {memory.num_graphs} graphs\n"
         f"  pool {format_bytes(memory.pool_bytes)}, of the largest alone {format_bytes(memory.largest_pool_bytes)}; "
