@@ -276,6 +276,47 @@ def test_opaque_argument_may_be_answered_eagerly(level: int) -> None:
         torch.testing.assert_close(call(x := rows(4), object()), x * 3)
 
 
+@torch.library.custom_op("models::triple_of_floats", mutates_args=())
+def triple_of_floats(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype is not torch.float32:
+        raise ValueError(f"got {x.dtype}")
+    if x.isnan().any():
+        raise ValueError("got nan")
+    return 3 * x
+
+
+@triple_of_floats.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def call_triple_of_floats(x: torch.Tensor) -> torch.Tensor:
+    return triple_of_floats(x) + 1
+
+
+@both_levels
+@pytest.mark.parametrize("on_failure", ["error", "eager"])
+def test_first_call_that_fails_when_it_runs_does_not_bind_later_ones(level: int, on_failure: str) -> None:
+    call = compiled(call_triple_of_floats, level, on_failure=on_failure)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="float64"):
+            call(rows(4).double())
+    with counters.expect(num_graphs_seen=1):
+        for n in (4, 2):
+            assert_same(call, call_triple_of_floats, rows(n))
+
+
+@both_levels
+def test_first_call_that_fails_by_its_values_is_not_traced_again(level: int) -> None:
+    call = compiled(call_triple_of_floats, level)
+    with counters.expect(num_graphs_seen=1):
+        with pytest.raises(ValueError, match="nan"):
+            call(rows(4) * float("nan"))
+        assert_same(call, call_triple_of_floats, rows(4))
+    with counters.expect(num_graphs_seen=0), pytest.raises(TraceDepartureError, match="float64"):
+        call(rows(4).double())  # One call was answered, so that the trace is what is meant.
+
+
 # --- what a trace leaves alone -------------------------------------------------------------------------------
 
 

@@ -69,6 +69,8 @@ class Forward:
         self.settings: Settings | None = None
         self.compiled: Compiled | None = None
         self.answer: Callable[..., Any] | None = None
+        self.is_doubtful = False
+        """The first call failed, and no call has been answered since: what was traced may be what is wrong."""
         self.said: set[str] = set()
         _forwards.add(self)
         publish(self.with_self(self.start))
@@ -78,17 +80,27 @@ class Forward:
         return (lambda _, *args, **kwargs: answer(*args, **kwargs)) if self.takes_self else answer
 
     def start(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer the first call, or every call until something is compiled."""
+        """Answer the first call, and every call until one has been answered."""
         if torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
+        if self.is_doubtful and self.departure(args, kwargs) is not None:
+            self.release()
         with compile_lock:
             if self.answer is None:
                 self.answer = self.prepare(args, kwargs)
                 if self.answer is None:
                     return self.run_empty(args, kwargs)
-                self.publish(self.answer)
             answer = self.answer
-        return answer(self.target, *args, **kwargs) if self.takes_self else answer(*args, **kwargs)
+        try:
+            result = answer(self.target, *args, **kwargs) if self.takes_self else answer(*args, **kwargs)
+        except Exception:
+            self.is_doubtful = True
+            raise
+        with compile_lock:
+            if self.answer is answer:  # Else another thread released it.
+                self.is_doubtful = False
+                self.publish(answer)
+        return result
 
     @property
     def is_request(self) -> bool:
@@ -104,6 +116,7 @@ class Forward:
             if self.compiled is not None:
                 self.compiled.state.watch.close()
             self.settings = self.compiled = self.answer = None
+            self.is_doubtful = False
             self.said.clear()
             self.publish(self.with_self(self.start))
 
@@ -167,6 +180,14 @@ class Forward:
         if problem is not None:
             raise TraceDepartureError(f"{self.owner}: {problem}")
         return compiled.trace.arguments.tensors_in(values)
+
+    def departure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Return how a call departs from the trace, if there is one."""
+        compiled = self.compiled
+        if compiled is None:
+            return None
+        _, values = describe_call(signature_of(self.target), self.dims, args, kwargs, owner=self.owner)
+        return compiled.entry.explain(list(values.values())) or compiled.state.settle()
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
         """Return what answers calls from now on; None where this call has zero rows and can't be traced."""
