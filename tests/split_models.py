@@ -72,6 +72,19 @@ def named(x: torch.Tensor, weight: torch.Tensor, scale: float, layer: str) -> to
     return x * weight * scale
 
 
+torch.library.define("cut::same", "(Tensor(a) x) -> Tensor(a)")
+
+
+@torch.library.impl("cut::same", "default")
+def same(x: torch.Tensor) -> torch.Tensor:
+    return x.view_as(x)
+
+
+@torch.library.register_fake("cut::same")
+def same_fake(x: torch.Tensor) -> torch.Tensor:
+    return x.view_as(x)
+
+
 @torch.library.custom_op("cut::checked", mutates_args=("out",))
 def checked(x: torch.Tensor, out: torch.Tensor) -> None:
     if x.sum() > 1e6:

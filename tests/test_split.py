@@ -577,6 +577,22 @@ def test_op_inside_cond_is_refused() -> None:
         compiled_by(model, dims={"x": 0})(rows(4), torch.ones(2))
 
 
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        (lambda x: x.t().t(), "aten::t"),
+        (lambda x: x.contiguous(), "aten::contiguous"),
+        (lambda x: ops.same(x), "cut::same"),
+    ],
+)
+def test_op_that_would_run_at_each_use_is_refused(op: Any, name: str) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return op(x + 1) * 2
+
+    with pytest.raises(SplitError, match=rf"splitting op {name} returns a view .*test_split\.py"):
+        compiled_by(model, cuts=[name])(rows(4))
+
+
 def test_cond_without_an_op_inside_is_part_of_a_piece() -> None:
     def model(x: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
         y = torch.cond(flag.sum() > 0, lambda x: x.sin() + 1, lambda x: x * 2, (x,))

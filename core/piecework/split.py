@@ -309,7 +309,10 @@ class _Splitter:
         home: dict[Node, _Region] = {}
         depth: list[Node] = []
         for node in self.graph.graph.nodes:
-            if node.op in ("placeholder", "output", "get_attr") or self.is_repeated(node) or _sets_grad(node):
+            if node.op in ("placeholder", "output", "get_attr") or _sets_grad(node):
+                continue
+            if self.is_repeated(node):
+                self.refuse_repeated(node)
                 continue
             parent = self.unpacked_parent(node)
             if parent is not None:
@@ -358,6 +361,16 @@ class _Splitter:
         if node.target is not operator.getitem or not isinstance(node.args[0], Node):
             return None
         return None if isinstance(self.effects.values[node.args[0]], torch.Tensor) else node.args[0]
+
+    def refuse_repeated(self, node: Node) -> None:
+        """Refuse a splitting op that would run wherever its result is used, and not once per call."""
+        found = self.matcher.find(node, self.effects)
+        if found is not None:
+            raise SplitError(
+                f"splitting op {found[0]} returns a view of its input, or a size{line_of(node)}, and these are taken "
+                "again wherever they are used: it would not run once per call; have it return memory of its own, or "
+                "write into an argument"
+            )
 
     def refuse_nested(self, node: Node) -> None:
         for arg in node.all_input_nodes:
