@@ -103,6 +103,29 @@ def test_wrong_option_reaches_the_user(on_failure: str) -> None:
         by_inductor(Block(), **settings)(rows(4))
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"max_autotun": True}, r"\['max_autotun'\]: this torch has no such setting .*nearest are max_autotune"),
+        ({"max_autotune": "yes"}, r"\['max_autotune'\]: Input should be a valid boolean, got 'yes'"),
+        ({"max_autotune": 1}, "valid boolean, got 1"),
+        ({"triton.cudagraphs": True}, "recorded by the plugin that captures"),
+    ],
+)
+@pytest.mark.parametrize("on_failure", ["error", "eager"])
+def test_wrong_setting_of_inductor_names_it(config: dict[str, Any], words: str, on_failure: str) -> None:
+    settings = {"plugin_options": {"inductor": {"config": config}}, "on_failure": on_failure}
+    with pytest.raises(ConfigError, match=words):
+        by_inductor(Block(), **settings)(rows(4))
+
+
+def test_right_settings_of_inductor_are_taken() -> None:
+    config = {"epilogue_fusion": False, "max_autotune_gemm_backends": "ATEN", "realize_reads_threshold": 4}
+    block, x = Block(), rows(4)
+    with torch.no_grad():
+        torch.testing.assert_close(by_inductor(block, plugin_options={"inductor": {"config": config}})(x), block(x))
+
+
 # --- a compile that fails or takes long -----------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from piecework import CompiledPiece, CompileError, Piece
 from piecework_inductor import inductor_internals as internals
 from piecework_inductor.options import InductorOptions
 from piecework_inductor.passes import UnfuseResiduals, with_pass
+from piecework_inductor.settings import check_settings
 
 logger = logging.getLogger("piecework.inductor")
 
@@ -25,7 +26,9 @@ def compile_piece(piece: Piece, options: InductorOptions) -> CompiledPiece:
 
     Raises:
         CompileError: Inductor failed, or took longer than ``compile_timeout_s``.
+        ConfigError: the option ``config`` names what Inductor does not have.
     """
+    check_settings(options.config)
     config = with_pass(options.config, UnfuseResiduals()) if options.unfuse_residuals else options.config
     with _watched(piece, options.compile_timeout_s):
         try:

@@ -30,6 +30,8 @@ __all__ = [
     "inner_function",
     "is_any_autocast_enabled",
     "process_wide",
+    "setting_names",
+    "setting_type",
 ]
 
 LAST_PASS = "post_grad_custom_post_pass"
@@ -42,6 +44,18 @@ is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 def process_wide(name: str) -> Any:
     """Return a value of ``torch._inductor.config`` as it is for the whole process."""
     return getattr(inductor_config, name)
+
+
+def setting_names() -> list[str]:
+    """Return what there is in ``torch._inductor.config``."""
+    module: Any = inductor_config  # A ConfigModule since it was imported.
+    return list(module._config)
+
+
+def setting_type(name: str) -> Any:
+    """Return the type that a setting is declared with."""
+    module: Any = inductor_config
+    return module.get_type(name)
 
 
 def compile_graph(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], config: dict[str, Any]) -> Any:
