@@ -93,15 +93,16 @@ class Builder:
         unique = self.timed("dedupe", lambda: self.deduplicate(split))
         compiled = self.timed("compile", lambda: self.compile_unique(unique))
         general = [one.run for one in by_place(compiled)]
+        compilers = [one.compiler for one in by_place(compiled)]
         exact: dict[Any, list[Callable[..., Any]]] = {}
         if self.settings.config.compile_sizes:
             exact = self.timed("compile exact sizes", lambda: self.exact_runs(compiled))
         needed = self.needed_relations(split, compiled)
         by_ops = [step.graph.forward for step in split.pieces]
         runs = Runs(
-            self.straight_line(split, general),
-            {key: self.straight_line(split, pieces) for key, pieces in exact.items()},
-            self.straight_line(split, by_ops) if needed else None,
+            self.straight_line(split, general, compilers),
+            {key: self.straight_line(split, pieces, compilers) for key, pieces in exact.items()},
+            self.straight_line(split, by_ops, ["eager"] * len(by_ops)) if needed else None,
             needed,
         )
         plans = self.plans(split, compiled, PieceRuns(general, exact, by_ops, needed, self.trace.sizes.dims))
@@ -114,12 +115,13 @@ class Builder:
         if pool is None:
             return None
         keys = [one.unique.piece.key for one in by_place(compiled)]
+        compilers = [one.compiler for one in by_place(compiled)]
         tensors = self.trace.arguments.tensors
         return Plans(
             *(split, self.inputs, {i: tensors[i].path for i in self.inputs.tensor_indices}),
             *(self.settings.config, pool),
             unique=[one.unique for one in compiled],
-            pieces=lambda key: Pieces(runs.at(key), keys),
+            pieces=lambda key: Pieces(runs.at(key), keys, compilers),
             is_auto=self.forward.is_request,
             owner=self.owner,
         )
@@ -163,8 +165,10 @@ class Builder:
             logger.info("%s: the compiled pieces hold for %s; other sizes run uncompiled", self.owner, conditions)
         return needed
 
-    def straight_line(self, split: SplitGraph, runs: Sequence[Callable[..., Any]]) -> StraightLine:
-        return straight_line(split, runs, self.inputs, name=self.owner)
+    def straight_line(
+        self, split: SplitGraph, runs: Sequence[Callable[..., Any]], compilers: Sequence[str]
+    ) -> StraightLine:
+        return straight_line(split, runs, self.inputs, compilers=compilers, name=self.owner)
 
     def exact_runs(self, compiled: Sequence[CompiledUniquePiece]) -> dict[Any, list[Callable[..., Any]]]:
         """Compile every unique piece for each exact size that was asked for."""

@@ -28,6 +28,8 @@ class Pieces:
     runs: Sequence[Run]
     """The same list for all sizes that have these functions."""
     keys: Sequence[str]
+    compilers: Sequence[str]
+    """Names of the plugins that compiled them."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class PieceAction:
     run: Run
     key: str
     """Equal for places that share compiled code."""
+    compiler: str
     why_uncaptured: str | None
 
 
@@ -126,7 +129,7 @@ class Programs:
 
     def actions(self, pieces: Pieces, captured: Sequence[bool]) -> list[Action]:
         actions: list[Action] = []
-        places = iter(zip(pieces.runs, pieces.keys, strict=True))
+        places = iter(zip(pieces.runs, pieces.keys, pieces.compilers, strict=True))
         are_captured = iter(captured)
         for unit in self.schedule.units:
             if isinstance(unit, OpStep):
@@ -134,9 +137,9 @@ class Programs:
                 node, function = unit.node, _function(unit, unit.op, self.effects)
                 actions.append(OpAction(node, unit.op, is_captured, function, node.args, node.kwargs))
                 continue
-            run, key = next(places)
+            run, key, compiler = next(places)
             why = self.refusals.of_piece(unit, key)
-            actions.append(PieceAction(unit, run, key, why))
+            actions.append(PieceAction(unit, run, key, compiler, why))
             if why is not None:
                 self.refusals.note(unit.name, why)
         return actions

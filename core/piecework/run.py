@@ -16,6 +16,7 @@ from torch.fx import Node
 from piecework import torch_internals as internals
 from piecework.effects import Effects
 from piecework.inputs import GraphInputs
+from piecework.piece_results import FirstCall, ResultCheck
 from piecework.pieces import SplittingOp
 from piecework.split import PieceStep, SplitGraph
 from piecework.trace import Relation
@@ -25,8 +26,8 @@ from piecework.trace import Relation
 class StraightLine:
     """Generated code and the names it refers to.
 
-    ``namespace`` holds the pieces, the parameters and buffers, and the functions that run eagerly;
-    a parameter that is replaced is bound anew by assigning its name there.
+    ``namespace`` holds the pieces (each a ``FirstCall`` until it has run), the parameters and buffers, and the
+    functions that run eagerly; a parameter that is replaced is bound anew by assigning its name there.
     """
 
     source: str
@@ -53,7 +54,12 @@ class Runs:
 
 
 def straight_line(
-    split: SplitGraph, runs: Sequence[Callable[..., Any]], inputs: GraphInputs, *, name: str
+    split: SplitGraph,
+    runs: Sequence[Callable[..., Any]],
+    inputs: GraphInputs,
+    *,
+    compilers: Sequence[str],
+    name: str,
 ) -> StraightLine:
     """Generate the function that runs all steps.
 
@@ -61,16 +67,18 @@ def straight_line(
         split: the steps.
         runs: the compiled pieces, one per piece of the graph.
         inputs: what the graph is called with; the sizes are the last arguments of the function.
+        compilers: names of the plugins that compiled them; what they return is looked at once.
         name: shown in tracebacks.
 
     Returns:
         ``function(*tensor_arguments, *sizes)`` returns what the traced graph returns.
     """
     writer = CodeWriter(split.effects, inputs)
-    pieces = iter(runs)
+    pieces = iter(zip(runs, compilers, strict=True))
     for step in split.steps:
         if isinstance(step, PieceStep):
-            writer.piece(step, next(pieces))
+            run, compiler = next(pieces)
+            writer.piece(step, run, ResultCheck(step, split.effects, inputs.sizes, compiler))
         else:
             for node in step.nodes:
                 writer.eager(node, step.ops.get(node))
@@ -114,9 +122,9 @@ class CodeWriter:
 
     # Steps.
 
-    def piece(self, step: PieceStep, run: Callable[..., Any]) -> None:
+    def piece(self, step: PieceStep, run: Callable[..., Any], check: ResultCheck) -> None:
         given = [self.size_text(i) if isinstance(i, sympy.Symbol) else self.value(i) for i in step.inputs]
-        self.namespace[step.name] = run
+        self.namespace[step.name] = FirstCall(run, check, self.namespace, step.name)
         call = f"{step.name}({', '.join(given)})"
         if step.outputs:
             results = [self.new_name(node) for node in step.outputs]

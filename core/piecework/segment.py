@@ -12,6 +12,7 @@ from torch.fx.node import map_arg
 from piecework.capturing import Capture, Recordable
 from piecework.effects import line_of, op_name
 from piecework.errors import CaptureError
+from piecework.piece_results import ResultCheck
 from piecework.program import Action, CaptureTask, PieceAction
 from piecework.refusals import refused_op
 from piecework.split import PieceStep
@@ -79,10 +80,11 @@ class Segment:
     # On scratch memory.
 
     def warm_up(self, action: PieceAction) -> None:
-        """Run a piece once on scratch memory, so that what is done at a first run is not recorded."""
+        """Run a piece once on scratch memory, so that what a first run does is not recorded; look at its results."""
         scratch = self.scratch_inputs(action.step)
+        check = ResultCheck(action.step, self.effects, self.values.statics.sizes, action.compiler)
         try:
-            self.capturer.warm_up(lambda: action.run(*scratch))
+            self.capturer.warm_up(lambda: check(action.run(*scratch), scratch))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of a compiled piece: it fails in this size's capture, and in nothing else
