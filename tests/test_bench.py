@@ -310,6 +310,18 @@ def test_a_json_file_that_can_not_be_written_is_refused_before_anything_is_measu
     assert (tmp_path / "file").read_text() == "before"
 
 
+def test_plugin_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["piecework", "bench", "toy-llama", "--quick", "--plugin", "no_such_plugin"])
+    monkeypatch.setattr(torch, "set_num_threads", lambda num: None)
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == 2
+    assert (
+        "ConfigError: --plugin no_such_plugin: No module named 'no_such_plugin'; give the name"
+        in capsys.readouterr().err
+    )
+
+
 def test_json_is_written_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file, link = tmp_path / "figures.json", tmp_path / "link"
     file.write_text("before")

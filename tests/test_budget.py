@@ -11,7 +11,8 @@ from rich.console import Console
 
 import piecework
 from capture_models import capturing_by, compiled, emulated, rows
-from piecework.budget import format_bytes
+from piecework import CaptureMemory
+from piecework.budget import Budget, format_apart, format_bytes
 from piecework.tools.bench.memory import MemoryFigures
 from piecework.tools.bench.output import print_memory
 
@@ -33,6 +34,25 @@ from piecework.tools.bench.output import print_memory
 )
 def test_bytes_are_shown_in_the_unit_that_suits_them(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+def test_bytes_that_differ_are_not_shown_as_equal() -> None:
+    assert format_apart(1_500_000, 1_000_000) == ("1.5 MB", "1.0 MB")
+    assert format_apart(1_500_010, 1_500_000) == ("1,500,010 B", "1,500,000 B")
+
+
+def test_size_that_is_over_the_budget_by_little_is_left_out_for_what_can_be_seen(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    budget = Budget(69_990)
+    none, some = CaptureMemory(0, 0), CaptureMemory(70_000, 0)
+    assert not budget.take(4, 4, none, some, "model")
+    assert budget.why_left_out(4) == (
+        "left out for its memory: with it, captures take 70,000 B; max_capture_bytes is 69,990 B"
+    )
+    assert (
+        "model: size 4 is not captured: with it, captures take 70,000 B; max_capture_bytes is 69,990 B" in caplog.text
+    )
 
 
 @torch.no_grad()

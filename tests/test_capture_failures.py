@@ -296,6 +296,23 @@ def test_the_tag_of_an_op_wins_over_what_it_says_of_itself() -> None:
         check_sizes(call, model, 2, 2)
 
 
+@pytest.mark.parametrize("on_failure", ["error", "eager"])
+def test_capturable_that_raises_is_named_and_not_the_capturer(on_failure: str) -> None:
+    def odd_sizes(size: int) -> bool:
+        return [False, True][size]
+
+    marked = [SplittingOp(name, capturable=odd_sizes) for name in OPS]
+    call = compiled(simple, splitting_ops=marked, capture_sizes=(1, 2), on_failure=on_failure)
+    check(call, simple, rows(1))
+    text = r"size 2 of simple can't be captured: capturable of splitting op 'models::\w+' raised IndexError for size 2"
+    if on_failure == "error":
+        with pytest.raises(CaptureError, match=text):
+            call(rows(2))
+    else:
+        with pytest.warns(PieceworkWarning, match=text):
+            check(call, simple, rows(2))
+
+
 def test_a_model_with_nothing_to_capture_says_why() -> None:
     call = compiled(lambda x: more.unsafe(x) + 1, splitting_ops=())
     with pytest.raises(CaptureError, match="no piece of it can be captured; piece_0: capture::unsafe is tagged"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from typing import Any, cast
 
@@ -15,8 +16,11 @@ import piecework
 import piecework_silly_attention as op
 from capture_models import INDEPENDENT, OPS, Noting, check_sizes, in_threads, ops, plans_of, simple
 from piecework import CaptureError, CompilationConfig, SplittingOp, counters, set_compile_context, testing
+from piecework.plugins import PluginManager, use_plugin_manager
 
 pytestmark = pytest.mark.usefixtures("emulation")
+
+NO_CAPTURER = {"capture_sizes": (1, 2), "capturer": "none"}
 
 
 def config(**settings: Any) -> CompilationConfig:
@@ -254,6 +258,21 @@ def test_capture_says_what_it_can_not_do() -> None:
 def test_capture_at_a_lower_level_says_that_it_does_nothing(level: int, caplog: pytest.LogCaptureFixture) -> None:
     piecework.capture(compiled(level=level)[0], [4], torch.randn(2, 4))
     assert f"runs at level {level}, so nothing is captured" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "level"),
+    [({"capture_sizes": (1, 2)}, "WARNING"), ({"capture_sizes": "auto"}, "INFO"), ({}, "INFO"), (NO_CAPTURER, None)],
+)
+def test_sizes_that_nobody_can_capture_are_said(
+    settings: dict[str, Any], level: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "piecework")
+    with use_plugin_manager(PluginManager()), set_compile_context([3]), torch.no_grad():
+        call, block = compiled(**settings)
+        torch.testing.assert_close(call(x := torch.randn(2, 4)), block(x))
+    said = [record.levelname for record in caplog.records if "nothing here captures graphs" in record.message]
+    assert said == [level] * (level is not None)
 
 
 # --- padding ---

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from piecework import torch_internals as internals
+from piecework.config_checks import show
 from piecework.errors import CompileError, ConfigError
 
 DimNames = dict[int, str]
@@ -432,7 +433,7 @@ def _same_constant(a: Any, b: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return "a tensor" if isinstance(value, torch.Tensor) else f"{value!r} ({type(value).__name__})"
+    return "a tensor" if isinstance(value, torch.Tensor) else f"{show(value)} ({type(value).__name__})"
 
 
 # --- fake arguments for the trace ---------------------------------------------------------------

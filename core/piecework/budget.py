@@ -66,11 +66,10 @@ class Budget:
         if expected is None:
             return True
         if self.limit is not None and self.bytes_taken + expected > self.limit:
-            total = format_bytes(self.bytes_taken + expected)
-            return self.leave_out(key, f"with it, captures would take about {total}", owner)
+            return self.over_limit(key, "with it, captures would take about", self.bytes_taken + expected, owner)
         if memory.free_bytes is not None and expected > memory.free_bytes:
-            free = format_bytes(memory.free_bytes)
-            return self.leave_out(key, f"it would take about {format_bytes(expected)}, and {free} are free", owner)
+            needed, free = format_apart(expected, memory.free_bytes)
+            return self.leave_out(key, f"it would take about {needed}, and {free} are free", owner)
         return True
 
     def take(self, key: Key, num_rows: int, before: CaptureMemory, after: CaptureMemory, owner: str) -> bool:
@@ -78,15 +77,20 @@ class Budget:
         taken = _taken_between(num_rows, before, after)
         total = self.bytes_taken + taken.pool_bytes + taken.driver_bytes
         if self.limit is not None and total > self.limit:
-            return self.leave_out(key, f"with it, captures take {format_bytes(total)}", owner)
+            return self.over_limit(key, "with it, captures take", total, owner)
         self.taken[key] = taken
         return True
 
+    def over_limit(self, key: Key, what: str, total: int, owner: str) -> bool:
+        """Say that a size is left out since captures would take more than they may; returns False."""
+        assert self.limit is not None
+        taken, limit = format_apart(total, self.limit)
+        return self.leave_out(key, f"{what} {taken}; max_capture_bytes is {limit}", owner)
+
     def leave_out(self, key: Key, why: str, owner: str) -> bool:
         """Say that a size is left out; returns False."""
-        limit = f"; max_capture_bytes is {format_bytes(self.limit)}" if self.limit is not None else ""
-        self.left_out[key] = f"left out for its memory: {why}{limit}"
-        logger.warning("%s: size %s is not captured: %s%s", owner, key, why, limit)
+        self.left_out[key] = f"left out for its memory: {why}"
+        logger.warning("%s: size %s is not captured: %s", owner, key, why)
         return False
 
 
@@ -104,3 +108,9 @@ def format_bytes(count: float) -> str:
         if count < 999.95:  # which would show as 1000.0
             return f"{count:.1f} {unit}"
     return f"{count / 1000:.1f} GB"
+
+
+def format_apart(count: int, other: int) -> tuple[str, str]:
+    """Return two different numbers of bytes so that they can be told apart: exactly, where rounding would hide it."""
+    rounded = format_bytes(count), format_bytes(other)
+    return rounded if rounded[0] != rounded[1] else (f"{count:,} B", f"{other:,} B")

@@ -213,9 +213,17 @@ class Builder:
             "%s: %d pieces, %d to compile, %d unique; %s",
             *(self.owner, split.num_pieces, len(split.pieces), len(compiled), stages),
         )
-        sizes = self.settings.config.capture_sizes or compile_context()
-        if plans is None and sizes is not None:
-            logger.info("%s: nothing here captures graphs, so sizes %s run uncaptured", self.owner, sizes)
+        if plans is None:
+            self.log_uncaptured()
+
+    def log_uncaptured(self) -> None:
+        """Say that sizes are not captured where nobody can: a warning, where the settings name them."""
+        config = self.settings.config
+        sizes = config.capture_sizes or compile_context()
+        if sizes is None or config.capturer == "none":
+            return
+        level = logging.WARNING if isinstance(config.capture_sizes, tuple) and config.capture_sizes else logging.INFO
+        logger.log(level, "%s: nothing here captures graphs, so sizes %s run uncaptured", self.owner, sizes)
 
     def finish(
         self,

@@ -13,6 +13,7 @@ from torch.fx.node import Argument
 
 from piecework import torch_internals as internals
 from piecework.effects import Effects
+from piecework.errors import CaptureError
 from piecework.pieces import SplittingOp
 from piecework.refusals import Refusals
 from piecework.schedule import OpStep, Outline, Schedule
@@ -123,8 +124,16 @@ class Programs:
         return self._made[key][1]
 
     def is_captured(self, unit: OpStep, op: SplittingOp, size: Any) -> bool:
-        """Whether a splitting op is recorded at a size, and not run between the graphs."""
-        wanted = op.capturable(size) if callable(op.capturable) else op.capturable
+        """Whether a splitting op is recorded at a size, and not run between the graphs.
+
+        Raises:
+            CaptureError: its ``capturable`` fails.
+        """
+        try:
+            wanted = op.capturable(size) if callable(op.capturable) else op.capturable
+        except Exception as error:  # of a function of the user's or a plugin's
+            what = f"capturable of splitting op {op.name!r} raised {type(error).__name__} for size {size}"
+            raise CaptureError(f"{what}: {error}") from error
         return bool(wanted) and self.refusals.of_op(unit.node, self.effects) is None
 
     def actions(self, pieces: Pieces, captured: Sequence[bool]) -> list[Action]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from piecework import torch_internals as internals
+from piecework.config_checks import show
 from piecework.tensor_checks import overlap
 from piecework.trace import TARGET, Assumptions, eval_source, readable
 from piecework.watch import Watch, plain_dicts
@@ -227,7 +228,7 @@ class BoundState:
         for binding in self.bindings:
             now = self.current(binding.source)
             if not isinstance(now, torch.Tensor):
-                return f"{readable(binding.source)} was a tensor when traced, now it is {now!r}"
+                return f"{readable(binding.source)} was a tensor when traced, now it is {show(now)}"
             facts = _facts(now)
             for what, traced, found in zip(_FACT_NAMES, binding.facts, facts, strict=True):
                 if traced != found:

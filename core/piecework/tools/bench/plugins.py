@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 import piecework.testing
+from piecework.errors import ConfigError
 from piecework.plugins import PluginManager, use_plugin_manager
 from piecework.settings import plugin_selection
 
@@ -47,5 +48,19 @@ class Plugins:
             for module in self.modules:
                 name = module.removeprefix("piecework_")
                 if name not in there:
-                    manager.register(importlib.import_module(module), name=name)
+                    manager.register(_imported(module), name=name)
             yield manager
+
+
+def _imported(module: str) -> object:
+    """Import a module that the user named.
+
+    Raises:
+        ConfigError: it can't be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"--plugin {module}: {error}; give the name of a module that is installed or on PYTHONPATH"
+        ) from error
