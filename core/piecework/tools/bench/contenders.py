@@ -109,7 +109,16 @@ class Bench:
     @functools.cached_property
     def piecework_model(self) -> ToyLlama:
         """Return the model that all of Piecework's contenders share."""
-        return build(self.case, self.op.packet)
+        return self.build(self.op.packet)
+
+    def build(self, op: Callable[..., None]) -> ToyLlama:
+        """Return another model over the same weights.
+
+        With weights of their own, models of which one just fits into the device's cache differ by some percent.
+        """
+        model = build(self.case, op)
+        model.load_state_dict(self.eager_model.state_dict(), assign=True)
+        return model
 
     @functools.cached_property
     def pool(self) -> Pool:
@@ -126,7 +135,7 @@ class Bench:
     @functools.cached_property
     def stitched_model(self) -> tuple[Callable[..., Any], Stitched, torch.Tensor]:
         """Return the stitched reference behind ``torch.compile``, as it is, and what it was called with."""
-        ids, model = self.new_ids(), build(self.case, self.op.packet)
+        ids, model = self.new_ids(), self.build(self.op.packet)
         internals.mark_dynamic(ids, 0)
         backend = Stitched(self.op.name, self.config(), self.pool)
         forward = torch.compile(model.forward, backend=backend, fullgraph=True)
@@ -175,7 +184,7 @@ class Bench:
 
     def torch_compiled(self, op: Attention | None = None, *, is_one_graph: bool = False, **options: Any) -> Contender:
         """Return the whole model under ``torch.compile``; the forward itself, without the call of a module."""
-        ids, model = self.new_ids(), build(self.case, (op or self.op).packet)
+        ids, model = self.new_ids(), self.build((op or self.op).packet)
         forward = torch.compile(model.forward, **options)
         forward(ids)
         return Contender(lambda: forward(ids), ids, is_one_graph=is_one_graph, note=self.code_for(is_full=True))
@@ -185,7 +194,7 @@ class Bench:
         rows = self.case.rows
         if rows == 1:
             raise SkipContender("torch.compile gives a single row code of its own, whatever it was called with before")
-        ids, model = self.new_ids(), build(self.case, self.op.packet)
+        ids, model = self.new_ids(), self.build(self.op.packet)
         forward = torch.compile(model.forward, **options)
         for num_rows in (2 * rows, 3 * rows):  # The second of them makes the code general.
             forward(ids.repeat(num_rows // rows))
@@ -202,7 +211,7 @@ class Bench:
 
     def reduce_overhead_inlined(self) -> Contender:
         self.needs_cuda("CUDA graphs of Inductor")
-        ids, model = self.new_ids(), build(self.case, attention)
+        ids, model = self.new_ids(), self.build(attention)
         forward = torch.compile(model.forward, mode="reduce-overhead")
         for _ in range(3):
             forward(ids)

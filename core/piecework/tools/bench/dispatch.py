@@ -14,7 +14,6 @@ from piecework.capturing import Capture, CaptureMemory, Capturer
 from piecework.hookspecs import hookimpl
 from piecework.pieces import CompiledPiece, Piece
 from piecework.tools.bench.contenders import CONTENDERS, Bench, Contender
-from piecework.tools.bench.model import build
 
 __all__ = ["DISPATCH", "NoOps"]
 
@@ -70,7 +69,7 @@ def _do_nothing() -> None:
 
 def guards_alone(bench: Bench) -> Contender:
     """Return the forward under ``torch.compile``, with general code that does nothing behind live guards."""
-    ids, model = bench.new_ids(), build(bench.case, bench.op.packet)
+    ids, model = bench.new_ids(), bench.build(bench.op.packet)
     result = (torch.zeros(bench.case.rows, bench.case.vocab, dtype=bench.case.dtype, device=bench.case.device),)
     internals.mark_dynamic(ids, 0)
     forward = torch.compile(model.forward, backend=lambda graph, example_inputs: lambda *args: result, fullgraph=True)
