@@ -202,20 +202,36 @@ def test_exact_sizes_are_kept_in_the_cache_of_inductor() -> None:
 
 
 def graph_of_addmm(
-    residual: tuple[int, ...], *, device: str = "cuda", is_expanded: bool = False, is_result: bool = True, **kwargs: Any
+    residual: tuple[int, ...],
+    *,
+    device: str = "cuda",
+    is_expanded: bool = False,
+    is_written: bool = False,
+    then: Any = None,
+    **kwargs: Any,
 ) -> torch.fx.Graph:
-    """Return the graph of one ``addmm``, with values as Inductor keeps them; no device is needed."""
+    """Return the graph of one ``addmm``, with values as Inductor keeps them; no device is needed.
+
+    Args:
+        residual: its size.
+        device: where it is.
+        is_expanded: whether it stands for fewer elements.
+        is_written: whether the program calls ``addmm``, and not Inductor.
+        then: op that the result goes through.
+        kwargs: of the call.
+    """
     graph = torch.fx.Graph()
-    sizes = (residual, (8, 16), (16, 32), (8, 32))
     with FakeTensorMode():
-        values = [torch.empty(size, device=device) for size in sizes]
+        values = [torch.empty(size, device=device) for size in (residual, (8, 16), (16, 32), (8, 32))]
         if is_expanded:
             values[0] = torch.empty(32, device=device).expand(8, 32)
     nodes = [graph.placeholder(f"a{i}") for i in range(3)]
     nodes.append(graph.call_function(torch.ops.aten.addmm.default, tuple(nodes), kwargs))
     for node, value in zip(nodes, values, strict=True):
         node.meta["val"] = value
-    graph.output(nodes[-1] if is_result else graph.call_function(torch.ops.aten.relu.default, (nodes[-1],)))
+    if is_written:
+        nodes[-1].meta |= {"original_aten": torch.ops.aten.addmm.default, "from_node": []}
+    graph.output(nodes[-1] if then is None else graph.call_function(then, (nodes[-1],)))
     return graph
 
 
@@ -241,13 +257,46 @@ def test_a_residual_is_added_after_the_product() -> None:
         lambda: graph_of_addmm((8, 32), beta=0.5),
         lambda: graph_of_addmm((8, 32), device="cpu"),
         lambda: graph_of_addmm((8, 32), is_expanded=True),
-        lambda: graph_of_addmm((8, 32), is_result=False),
+        lambda: graph_of_addmm((8, 32), is_written=True),
+        lambda: graph_of_addmm((8, 32), then=torch.ops.aten.sum.default),
     ],
 )
 def test_everything_else_stays_fused(graph: Callable[[], torch.fx.Graph]) -> None:
     made = graph()
     UnfuseResiduals()(made)
     assert called(made)[0] == "aten.addmm.default"
+
+
+def test_a_residual_that_goes_into_the_next_one_is_unfused_too() -> None:
+    graph = graph_of_addmm((8, 32), then=torch.ops.aten.relu.default)
+    *inputs, first, relu, output = graph.nodes
+    with graph.inserting_before(output):
+        second = graph.call_function(torch.ops.aten.addmm.default, (first, *inputs[1:]))
+    second.meta["val"] = first.meta["val"]
+    output.args = ((relu, second),)
+    UnfuseResiduals()(graph)
+    graph.lint()
+    assert called(graph) == [
+        "aten.mm.default",
+        "aten.add.Tensor",
+        "aten.relu.default",
+        "aten.mm.default",
+        "aten.add.Tensor",
+    ]
+
+
+def test_additions_and_what_the_program_calls_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[bool] = []
+
+    def look(self: UnfuseResiduals, graph: torch.fx.Graph) -> None:
+        nodes = graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.default)
+        found.extend(inductor_internals.is_written_as(node, torch.ops.aten.addmm.default) for node in nodes)
+
+    monkeypatch.setattr(UnfuseResiduals, "__call__", look)
+    with inductor_config.patch(force_disable_caches=True), torch.no_grad():
+        for model in (lambda x: x + x @ (x.t() @ x), lambda x: torch.addmm(x, x, x.t() @ x)):
+            by_inductor(model)(rows(4))
+    assert found == [False, True]
 
 
 class CountingPass(CustomGraphPass):
@@ -313,9 +362,11 @@ def test_a_piece_that_returns_its_residual_stream_has_no_kernel_to_copy_it() -> 
         def __init__(self) -> None:
             super().__init__()
             self.up, self.norm, self.down = nn.Linear(64, 64, bias=False), nn.RMSNorm(64), nn.Linear(64, 64)
+            self.middle = nn.Linear(64, 64, bias=False)
 
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            stream = x + self.up(x)
+            first = x + self.up(x)
+            stream = first + self.middle(self.norm(first))
             return stream, self.down(self.norm(stream))
 
     model = Residual().cuda().to(torch.bfloat16).requires_grad_(False)
@@ -326,7 +377,7 @@ def test_a_piece_that_returns_its_residual_stream_has_no_kernel_to_copy_it() -> 
         call = by_inductor(model, capture_sizes=(), plugin_options=options)
         torch.testing.assert_close(call(x), model(x), atol=0.1, rtol=0.1)
         num_kernels[unfuse] = num_kernels_of(lambda call=call: call(x))
-    assert num_kernels == {False: 4, True: 3}
+    assert num_kernels == {False: 7, True: 5}
 
 
 def num_kernels_of(call: Callable[[], Any]) -> int:

@@ -15,7 +15,7 @@ from torch._inductor import custom_graph_pass, standalone_compile
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.exc import InductorError
 from torch._inductor.output_code import CompiledFxGraph
-from torch._inductor.utils import ALIGNMENT
+from torch._inductor.utils import ALIGNMENT, is_pointwise_use
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import _config as symbolic_shapes_config
 
@@ -29,6 +29,8 @@ __all__ = [
     "compile_graph",
     "inner_function",
     "is_any_autocast_enabled",
+    "is_pointwise_use",
+    "is_written_as",
     "process_wide",
     "setting_names",
     "setting_type",
@@ -44,6 +46,15 @@ is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 def process_wide(name: str) -> Any:
     """Return a value of ``torch._inductor.config`` as it is for the whole process."""
     return getattr(inductor_config, name)
+
+
+def is_written_as(node: torch.fx.Node, op: Any) -> bool:
+    """Whether the program itself calls this op there, and no rewriting of Inductor's.
+
+    What is rewritten has the op that stood there before (2.13, 2.14), or no origin in the traced graph (2.11).
+    """
+    # By name: the op of a copied graph is a copy.
+    return str(node.meta.get("original_aten")) == str(op) and "from_node" in node.meta
 
 
 def setting_names() -> list[str]:

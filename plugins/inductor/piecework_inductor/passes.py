@@ -36,28 +36,34 @@ class UnfuseResiduals(internals.CustomGraphPass):
 
     Where all that needs the sum is pointwise, Inductor itself leaves it unfused, and joins the addition with the
     kernel after it. A result counts as something else for it, and in pieces the residual stream is a result of each:
-    it becomes ``addmm``, which for a residual of full size first copies that with a kernel of its own. So every layer
-    cost a kernel more than in a whole graph (torch 2.11 to 2.14, ``should_prefer_unfused_addmm`` in Inductor's
-    ``fx_passes/post_grad.py``). A bias of one dim stays fused: there it costs nothing.
+    it becomes ``addmm``, which for a residual of full size first copies that with a kernel of its own. So does each
+    sum before it that goes into that ``addmm``. A layer of two residuals cost two kernels more than in a whole graph
+    (torch 2.11 to 2.14, ``should_prefer_unfused_addmm`` in Inductor's ``fx_passes/post_grad.py``). A bias of one dim
+    stays fused: there it costs nothing.
     """
 
     def __call__(self, graph: Graph) -> None:
-        for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
+        # From the last on: the addition that one becomes is pointwise for those before it.
+        for node in reversed(graph.find_nodes(op="call_function", target=aten.addmm.default)):
             if _adds_residual(node):
                 _unfuse(node)
 
     def uuid(self) -> str:
         """Return what Inductor's cache tells versions of this pass apart by."""
-        return "piecework: unfuse residuals, 1"
+        return "piecework: unfuse residuals, 2"
 
 
 def _adds_residual(node: Node) -> bool:
-    """Whether an ``addmm`` that is a result adds something with two dims, and not expanded."""
+    """Whether an ``addmm`` was an addition, of two dims and not expanded, that results and pointwise ops alone need.
+
+    One that the program itself calls stays: the product is not rounded before the sum.
+    """
     residual: Any = node.args[0]
     value = residual.meta["val"]
     is_plain = all(node.kwargs.get(name, 1) == 1 for name in ("alpha", "beta"))
-    is_result = any(user.op == "output" for user in node.users)
-    return is_result and is_plain and value.device.type == "cuda" and value.dim() == 2 and 0 not in value.stride()
+    is_full = value.device.type == "cuda" and value.dim() == 2 and 0 not in value.stride()
+    was_addition = is_plain and is_full and not internals.is_written_as(node, aten.addmm.default)
+    return was_addition and all(user.op == "output" or internals.is_pointwise_use(user) for user in node.users)
 
 
 def _unfuse(node: Node) -> None:
