@@ -16,7 +16,7 @@ import piecework
 import split_models as models
 from piecework import ConfigError, PieceworkWarning, SplitError, SplittingOp, counters
 from piecework.compilers import eager_piece
-from piecework.split import normalized_name
+from piecework.op_matching import normalized_name
 from piecework.testing import plugins
 from split_models import check_like_eager, check_pieces, compiled_by, one, ops, rows, split_of, two
 
