@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from piecework.testing import plugins
 from piecework_inductor import compiler, inductor_internals, passes
 from piecework_inductor.options import InductorOptions
 from piecework_inductor.passes import UnfuseResiduals
+from piecework_inductor.settings import check_settings
 from split_models import compiled_by, compiled_state, ops, rows
 
 
@@ -117,6 +119,22 @@ def test_wrong_setting_of_inductor_names_it(config: dict[str, Any], words: str, 
     settings = {"plugin_options": {"inductor": {"config": config}}, "on_failure": on_failure}
     with pytest.raises(ConfigError, match=words):
         by_inductor(Block(), **settings)(rows(4))
+
+
+def test_settings_of_inductor_take_their_defaults_and_what_has_no_type_anything() -> None:
+    values = {name: inductor_internals.process_wide(name) for name in inductor_internals.setting_names()}
+    check_settings({name: value for name, value in values.items() if is_json(value)})
+    untyped = [name for name in values if inductor_internals.setting_type(name) is type(None)]
+    assert untyped
+    check_settings(dict.fromkeys(untyped, "x"))
+
+
+def is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except TypeError:
+        return False
+    return True
 
 
 def test_right_settings_of_inductor_are_taken() -> None:

@@ -256,6 +256,15 @@ def test_two_named_dims_stay_apart_behind_a_cut() -> None:
             torch.testing.assert_close(compiled(x), model(x))
 
 
+@pytest.mark.parametrize("op", [round, lambda size: round(size, 0), int, lambda size: -round(-size) + 1])
+def test_rounded_size(op: Any) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = ops.scale3(x)
+        return torch.zeros(int(op(y.shape[0] * 1.5)), 1) + y.sum()
+
+    check_like_eager(model)
+
+
 # --- views and memory -----------------------------------------------------------------------------
 
 
@@ -577,20 +586,28 @@ def test_op_inside_cond_is_refused() -> None:
         compiled_by(model, dims={"x": 0})(rows(4), torch.ones(2))
 
 
+def test_op_that_would_run_at_each_use_is_refused() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return ops.same(x + 1) * 2
+
+    with pytest.raises(SplitError, match=r"cut::same, or its fake implementation, returns a view .*test_split\.py"):
+        compiled_by(model, cuts=["cut::same"])(rows(4))
+
+
 @pytest.mark.parametrize(
     ("op", "name"),
     [
         (lambda x: x.t().t(), "aten::t"),
         (lambda x: x.contiguous(), "aten::contiguous"),
-        (lambda x: ops.same(x), "cut::same"),
+        (lambda x: F.dropout(x, training=False), "aten::dropout"),
     ],
 )
-def test_op_that_would_run_at_each_use_is_refused(op: Any, name: str) -> None:
+def test_view_of_torch_is_no_place_to_cut_at(op: Any, name: str) -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         return op(x + 1) * 2
 
-    with pytest.raises(SplitError, match=rf"splitting op {name} returns a view .*test_split\.py"):
-        compiled_by(model, cuts=[name])(rows(4))
+    with counters.expect(num_pieces_seen=1):
+        check_like_eager(model, cuts=[name])
 
 
 def test_cond_without_an_op_inside_is_part_of_a_piece() -> None:

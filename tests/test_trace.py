@@ -278,6 +278,8 @@ def test_opaque_argument_may_be_answered_eagerly(level: int) -> None:
 
 @torch.library.custom_op("models::triple_of_floats", mutates_args=())
 def triple_of_floats(x: torch.Tensor) -> torch.Tensor:
+    if x.isinf().any():
+        raise KeyboardInterrupt
     if x.dtype is not torch.float32:
         raise ValueError(f"got {x.dtype}")
     if x.isnan().any():
@@ -315,6 +317,78 @@ def test_first_call_that_fails_by_its_values_is_not_traced_again(level: int) -> 
         assert_same(call, call_triple_of_floats, rows(4))
     with counters.expect(num_graphs_seen=0), pytest.raises(TraceDepartureError, match="float64"):
         call(rows(4).double())  # One call was answered, so that the trace is what is meant.
+
+
+def of_two_branches(x: torch.Tensor) -> torch.Tensor:
+    return triple_of_floats(x) * 2 if x.shape[0] > 6 else triple_of_floats(x) * 3
+
+
+@both_levels
+@pytest.mark.parametrize("on_failure", ["error", "eager"])
+def test_failed_first_call_does_not_bind_later_ones_to_its_branch(level: int, on_failure: str) -> None:
+    call = compiled(of_two_branches, level, on_failure=on_failure)
+    with counters.expect(num_graphs_seen=2):
+        with pytest.raises(ValueError, match="nan"):
+            call(rows(8) * float("nan"))
+        assert_same(call, of_two_branches, rows(4))
+
+
+@both_levels
+def test_interrupted_first_call_does_not_bind_later_ones(level: int) -> None:
+    call = compiled(call_triple_of_floats, level)
+    with pytest.raises(KeyboardInterrupt):
+        call(rows(4).double() * float("inf"))
+    assert_same(call, call_triple_of_floats, rows(4))
+
+
+def test_failed_first_call_leaves_the_promises_of_freeze_and_of_captures(emulation: Any) -> None:
+    for is_captured in (False, True):
+        call = compiled(call_triple_of_floats, capture_sizes=())
+        x = rows(4) * float("nan")
+        with torch.no_grad():
+            with pytest.raises(ValueError, match="nan"):
+                call(x)
+            if is_captured:
+                piecework.capture(call, [4], rows(4))
+                with pytest.raises(TraceDepartureError, match="float64"):
+                    call(x.double())
+                assert len(piecework.report(call).sizes) == 1
+            piecework.freeze()
+            for _ in range(2):
+                with pytest.raises(TraceDepartureError, match="float64"):
+                    call(x.double())
+            assert_same(call, call_triple_of_floats, rows(4))
+        piecework.reset()
+
+
+def test_captures_after_a_failed_first_call_are_of_their_own_example(emulation: Any) -> None:
+    call = compiled(call_triple_of_floats, capture_sizes=())
+    with torch.no_grad(), pytest.raises(ValueError, match="float64"):
+        call(rows(4).double())
+    with counters.expect(num_graph_captures=1):
+        piecework.capture(call, [4], rows(4))
+    assert_same(call, call_triple_of_floats, rows(4))
+
+
+@both_levels
+def test_calls_that_the_original_answers_say_nothing_for_a_trace(level: int) -> None:
+    call = compiled(call_triple_of_floats, level)
+    with pytest.raises(ValueError, match="float64"):
+        call(rows(4).double())
+    assert_same(call, call_triple_of_floats, rows(0))
+    assert_same(call, call_triple_of_floats, rows(4))
+
+
+@both_levels
+def test_odd_arguments_after_a_failed_first_call_are_answered_as_ever(level: int) -> None:
+    def take(x: torch.Tensor, other: Any = None) -> torch.Tensor:
+        return triple_of_floats(x)
+
+    call = compiled(take, level, on_failure="eager")
+    with pytest.raises(ValueError, match="nan"):
+        call(rows(4) * float("nan"))
+    with pytest.warns(PieceworkWarning, match="eager"):
+        torch.testing.assert_close(call(x := rows(4), object()), 3 * x)
 
 
 # --- what a trace leaves alone -------------------------------------------------------------------------------

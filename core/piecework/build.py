@@ -21,7 +21,7 @@ from piecework.dedupe import UniquePiece, deduplicate
 from piecework.effects import Effects, find_effects, tensors_in
 from piecework.entry import Entry, make_entry
 from piecework.inputs import GraphInputs, dim_symbol, key_of_values, size_values
-from piecework.pieces import SplittingOp
+from piecework.pieces import EAGER, PieceRun, SplittingOp
 from piecework.plans import Plans
 from piecework.plugins import PluginManager
 from piecework.pool import Pool, pool_of
@@ -93,16 +93,15 @@ class Builder:
         unique = self.timed("dedupe", lambda: self.deduplicate(split))
         compiled = self.timed("compile", lambda: self.compile_unique(unique))
         general = [one.run for one in by_place(compiled)]
-        compilers = [one.compiler for one in by_place(compiled)]
-        exact: dict[Any, list[Callable[..., Any]]] = {}
+        exact: dict[Any, list[PieceRun]] = {}
         if self.settings.config.compile_sizes:
             exact = self.timed("compile exact sizes", lambda: self.exact_runs(compiled))
         needed = self.needed_relations(split, compiled)
-        by_ops = [step.graph.forward for step in split.pieces]
+        by_ops = [PieceRun(step.graph.forward, EAGER) for step in split.pieces]
         runs = Runs(
-            self.straight_line(split, general, compilers),
-            {key: self.straight_line(split, pieces, compilers) for key, pieces in exact.items()},
-            self.straight_line(split, by_ops, ["eager"] * len(by_ops)) if needed else None,
+            self.straight_line(split, general),
+            {key: self.straight_line(split, pieces) for key, pieces in exact.items()},
+            self.straight_line(split, by_ops) if needed else None,
             needed,
         )
         plans = self.plans(split, compiled, PieceRuns(general, exact, by_ops, needed, self.trace.sizes.dims))
@@ -115,13 +114,12 @@ class Builder:
         if pool is None:
             return None
         keys = [one.unique.piece.key for one in by_place(compiled)]
-        compilers = [one.compiler for one in by_place(compiled)]
         tensors = self.trace.arguments.tensors
         return Plans(
             *(split, self.inputs, {i: tensors[i].path for i in self.inputs.tensor_indices}),
             *(self.settings.config, pool),
             unique=[one.unique for one in compiled],
-            pieces=lambda key: Pieces(runs.at(key), keys, compilers),
+            pieces=lambda key: Pieces(runs.at(key), keys),
             is_auto=self.forward.is_request,
             owner=self.owner,
         )
@@ -165,19 +163,17 @@ class Builder:
             logger.info("%s: the compiled pieces hold for %s; other sizes run uncompiled", self.owner, conditions)
         return needed
 
-    def straight_line(
-        self, split: SplitGraph, runs: Sequence[Callable[..., Any]], compilers: Sequence[str]
-    ) -> StraightLine:
-        return straight_line(split, runs, self.inputs, compilers=compilers, name=self.owner)
+    def straight_line(self, split: SplitGraph, runs: Sequence[PieceRun]) -> StraightLine:
+        return straight_line(split, runs, self.inputs, name=self.owner)
 
-    def exact_runs(self, compiled: Sequence[CompiledUniquePiece]) -> dict[Any, list[Callable[..., Any]]]:
+    def exact_runs(self, compiled: Sequence[CompiledUniquePiece]) -> dict[Any, list[PieceRun]]:
         """Compile every unique piece for each exact size that was asked for."""
         config = self.settings.config
-        exact: dict[Any, list[Callable[..., Any]]] = {}
+        exact: dict[Any, list[PieceRun]] = {}
         for size in config.compile_sizes:
             values = size_values(size, self.trace.sizes.dims, f"compile_sizes of {self.owner}")
-            made: dict[tuple[str, tuple[int, ...]], Callable[..., Any]] = {}
-            runs: list[Callable[..., Any]] = []
+            made: dict[tuple[str, tuple[int, ...]], PieceRun] = {}
+            runs: list[PieceRun] = []
             for place, one in enumerate(by_place(compiled)):
                 symbols = one.unique.symbols_by_place[one.unique.places.index(place)]
                 if not all(symbol in self.trace.sizes.meaning_of_symbol for symbol in symbols):
@@ -278,14 +274,14 @@ class Builder:
 class PieceRuns:
     """The functions of the pieces, by place, for all sizes."""
 
-    general: Sequence[Callable[..., Any]]
-    exact: Mapping[Any, Sequence[Callable[..., Any]]]
-    by_ops: Sequence[Callable[..., Any]]
+    general: Sequence[PieceRun]
+    exact: Mapping[Any, Sequence[PieceRun]]
+    by_ops: Sequence[PieceRun]
     """Run where a relation that compiled code relies on does not hold."""
     needed: Sequence[Relation]
     dims: Sequence[str]
 
-    def at(self, key: Any) -> Sequence[Callable[..., Any]]:
+    def at(self, key: Any) -> Sequence[PieceRun]:
         """Return those for one size."""
         if key in self.exact:
             return self.exact[key]

@@ -73,7 +73,7 @@ class Captures:
         self.refusals = Refusals(pool.capturer, pool.device)
         outside = (*inputs.bound, *(tensor.node for tensor in statics.tensors.values()))
         self.schedule = Schedule(split, outside, results)
-        self.programs = Programs(self.schedule, self.refusals)
+        self.programs = Programs(self.schedule, self.refusals, inputs.sizes)
         self.budget = Budget(config.max_capture_bytes)
         self.plans: dict[Key, Plan] = {}
         self.retry_at: dict[Key, int] = {}

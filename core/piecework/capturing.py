@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Recordable:
     """What a capturer records: called without arguments it does the work once.
 
@@ -38,7 +38,7 @@ class Recordable:
         return self.run(*self.inputs)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Capture:
     """A recorded graph.
 

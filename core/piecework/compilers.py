@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import sympy
 import torch
@@ -18,7 +17,7 @@ from piecework.counting import counters
 from piecework.dedupe import UniquePiece
 from piecework.errors import CompileError, ConfigError, PieceworkError, PieceworkWarning, PluginError
 from piecework.exact import copied_graph, exact_graph, run_on_fakes
-from piecework.pieces import CompiledPiece, Piece
+from piecework.pieces import EAGER, CompiledPiece, Piece, PieceRun
 from piecework.plugins import PluginManager
 from piecework.process_settings import is_first_time
 from piecework.settings import cache_dir
@@ -31,9 +30,7 @@ class CompiledUniquePiece:
     """What became of a unique piece."""
 
     unique: UniquePiece
-    run: Callable[..., Any]
-    compiler: str
-    """Name of the plugin, or ``"eager"``."""
+    run: PieceRun
     seconds: float
     added_relations: tuple[sympy.Basic, ...] = ()
     """Relations between sizes that the compiled code relies on besides the trace's, over canonical symbols."""
@@ -56,15 +53,15 @@ def compile_pieces(
     for index, one in enumerate(unique):
         before = len(internals.shape_guards(shape_env))
         start = time.perf_counter()
-        run, compiler = _compile(one.piece, config, manager, owner)
+        run = _compile(one.piece, config, manager, owner)
         seconds = time.perf_counter() - start
         added = internals.shape_guards(shape_env)[before:]
         relations = tuple(internals.size_relation(guard.relation, shape_env) for guard in added)
         logger.info(
             "%s: compiled unique piece %d of %d (%s, stands in %d places) by %s in %.2f s",
-            *(owner, index + 1, len(unique), one.piece.name, len(one.places), compiler, seconds),
+            *(owner, index + 1, len(unique), one.piece.name, len(one.places), run.compiler, seconds),
         )
-        compiled.append(CompiledUniquePiece(one, run, compiler, seconds, relations))
+        compiled.append(CompiledUniquePiece(one, run, seconds, relations))
     return compiled
 
 
@@ -76,7 +73,7 @@ def compile_exact(
     manager: PluginManager,
     *,
     owner: str,
-) -> Callable[..., Any]:
+) -> PieceRun:
     """Compile a unique piece for one exact size.
 
     Args:
@@ -86,18 +83,16 @@ def compile_exact(
     """
     piece = specialised(one.unique.piece, size, values)
     start = time.perf_counter()
-    run, compiler = _compile(piece, config, manager, owner)
+    run = _compile(piece, config, manager, owner)
     seconds = time.perf_counter() - start
-    logger.info("%s: compiled %s for size %s by %s in %.2f s", owner, piece.name, size, compiler, seconds)
+    logger.info("%s: compiled %s for size %s by %s in %.2f s", owner, piece.name, size, run.compiler, seconds)
     return run
 
 
-def _compile(
-    piece: Piece, config: CompilationConfig, manager: PluginManager, owner: str
-) -> tuple[Callable[..., Any], str]:
+def _compile(piece: Piece, config: CompilationConfig, manager: PluginManager, owner: str) -> PieceRun:
     if _writes_to_shared_memory(piece):
         logger.info("%s: %s writes to memory that two of its inputs share, so it runs eagerly", owner, piece.name)
-        return eager_piece(piece).run, "eager"
+        return PieceRun(eager_piece(piece).run, EAGER)
     try:
         with torch.inference_mode(False), internals.one_trace_for_all_sizes():
             # A copy: what a compiler does to a graph that it then declines must not run.
@@ -112,22 +107,20 @@ def _compile(
         return _failed(piece, str(error), error, config, owner)
     if answer is None:
         _say_that_nobody_compiles(config, manager, owner)
-        return eager_piece(piece).run, "eager"
+        return PieceRun(eager_piece(piece).run, EAGER)
     counters.num_piece_compilations += 1
     compiled, plugin = answer
-    return compiled.run, plugin
+    return PieceRun(compiled.run, plugin)
 
 
-def _failed(
-    piece: Piece, text: str, failure: PieceworkError, config: CompilationConfig, owner: str
-) -> tuple[Callable[..., Any], str]:
+def _failed(piece: Piece, text: str, failure: PieceworkError, config: CompilationConfig, owner: str) -> PieceRun:
     """Raise the failure with its full text, or run the piece eagerly and say so."""
     if config.on_failure == "error":
         failure.args = (text, *failure.args[1:])
         raise failure
     message = f"{piece.name} of {owner} runs eagerly, since compiling it failed: {text}"
     warnings.warn(PieceworkWarning(message), stacklevel=3)
-    return eager_piece(piece).run, "eager"
+    return PieceRun(eager_piece(piece).run, EAGER)
 
 
 def _repro_hint(piece: Piece, failure: PieceworkError, config: CompilationConfig) -> str:

@@ -81,11 +81,10 @@ def piecework_backend(
             compiled = compile_pieces(unique, settings.config, manager, fake_mode.shape_env, owner="graph")
             pool = find_pool(split, settings.config, manager, owner="graph")
         runs = [one.run for one in by_place(compiled)]
-        compilers = [one.compiler for one in by_place(compiled)]
-        line = straight_line(split, runs, inputs, compilers=compilers, name="graph")
+        line = straight_line(split, runs, inputs, name="graph")
         if pool is None:
             return _called_by_dynamo(line.function, inputs.tensor_indices, list(readers.values()), None)
-        pieces = Pieces(runs, [one.unique.piece.key for one in by_place(compiled)], compilers)
+        pieces = Pieces(runs, [one.unique.piece.key for one in by_place(compiled)])
         plans = Plans(
             *(split, inputs, _paths(graph), settings.config, pool),
             unique=[one.unique for one in compiled],

@@ -69,8 +69,12 @@ class Forward:
         self.settings: Settings | None = None
         self.compiled: Compiled | None = None
         self.answer: Callable[..., Any] | None = None
+        self.is_published = False
+        """The trace has answered a call or captured a size, so that calls go straight to its code."""
         self.is_doubtful = False
-        """The first call failed, and no call has been answered since: what was traced may be what is wrong."""
+        """A call failed before that: what was traced may be what is wrong."""
+        self.num_passed_on = 0
+        """Calls that the original answered."""
         self.said: set[str] = set()
         _forwards.add(self)
         publish(self.with_self(self.start))
@@ -83,24 +87,28 @@ class Forward:
         """Answer the first call, and every call until one has been answered."""
         if torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
-        if self.is_doubtful and self.departure(args, kwargs) is not None:
-            self.release()
         with compile_lock:
             if self.answer is None:
                 self.answer = self.prepare(args, kwargs)
                 if self.answer is None:
                     return self.run_empty(args, kwargs)
-            answer = self.answer
+            answer, num_passed_on = self.answer, self.num_passed_on
         try:
             result = answer(self.target, *args, **kwargs) if self.takes_self else answer(*args, **kwargs)
-        except Exception:
-            self.is_doubtful = True
+        except BaseException:  # Raised again; an interrupt comes before an answer, too.
+            with compile_lock:
+                self.is_doubtful |= self.answer is answer and not self.is_published
             raise
         with compile_lock:
-            if self.answer is answer:  # Else another thread released it.
-                self.is_doubtful = False
-                self.publish(answer)
+            if self.answer is answer and self.num_passed_on == num_passed_on:
+                self.publish_answer()
         return result
+
+    def publish_answer(self) -> None:
+        """Have calls go straight to the code of the trace."""
+        assert self.answer is not None
+        self.is_published, self.is_doubtful = True, False
+        self.publish(self.answer)
 
     @property
     def is_request(self) -> bool:
@@ -113,12 +121,27 @@ class Forward:
         if compiled is not None and compiled.plans is not None:
             compiled.plans.close()  # Waits for calls that run, so not under the lock that their traces may need.
         with compile_lock:
-            if self.compiled is not None:
-                self.compiled.state.watch.close()
-            self.settings = self.compiled = self.answer = None
-            self.is_doubtful = False
-            self.said.clear()
-            self.publish(self.with_self(self.start))
+            self.forget()
+
+    def forget(self) -> None:
+        """Drop the trace, under ``compile_lock``."""
+        if self.compiled is not None:
+            self.compiled.state.watch.close()
+        self.settings = self.compiled = self.answer = None
+        self.is_published = self.is_doubtful = False
+        self.said.clear()
+        self.publish(self.with_self(self.start))
+
+    def drop_doubtful(self) -> bool:
+        """Drop a trace that calls have failed on and none was answered by; return whether there was one."""
+        with compile_lock:
+            compiled = self.compiled
+            if not self.is_doubtful or is_frozen() or compiled is None:
+                return False
+            self.forget()
+        if compiled.plans is not None:
+            compiled.plans.close()
+        return True
 
     def capture(
         self, sizes: Sequence[Size], args: tuple[Any, ...], kwargs: dict[str, Any], on_size: Callable[..., None]
@@ -140,7 +163,6 @@ class Forward:
                 self.answer = self.prepare(args, kwargs)
                 if self.answer is None:
                     raise ConfigError(f"capture: the example inputs of {self.owner} have zero rows; give one at least")
-                self.publish(self.answer)
             compiled = self.compiled
         assert self.settings is not None
         if compiled is None or self.settings.level is not CompilationLevel.PIECEWISE:
@@ -156,7 +178,12 @@ class Forward:
             )
         if is_frozen():
             raise CaptureError(f"capture: piecework.freeze() was called, so no size of {self.owner} can be added")
-        tensors = self.tensors_of(compiled, args, kwargs)
+        try:
+            tensors = self.tensors_of(compiled, args, kwargs)
+        except TraceDepartureError:
+            if not self.drop_doubtful():
+                raise
+            return self.capture(sizes, args, kwargs, on_size)
         given = {i: tensors[i] for i in compiled.plans.inputs.tensor_indices}
         if (problem := compiled.state.settle()) is not None:  # as before the answer to a call
             raise TraceDepartureError(f"{self.owner}: {problem}")
@@ -168,6 +195,9 @@ class Forward:
             if is_traced_here and not compiled.plans.plans:
                 self.release()  # What was traced may be what is wrong: arguments of another dtype.
             raise
+        with compile_lock:
+            if self.compiled is compiled:
+                self.publish_answer()
 
     def tensors_of(self, compiled: Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """Return the tensors among some arguments, in the order of the trace.
@@ -180,14 +210,6 @@ class Forward:
         if problem is not None:
             raise TraceDepartureError(f"{self.owner}: {problem}")
         return compiled.trace.arguments.tensors_in(values)
-
-    def departure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Return how a call departs from the trace, if there is one."""
-        compiled = self.compiled
-        if compiled is None:
-            return None
-        _, values = describe_call(signature_of(self.target), self.dims, args, kwargs, owner=self.owner)
-        return compiled.entry.explain(list(values.values())) or compiled.state.settle()
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
         """Return what answers calls from now on; None where this call has zero rows and can't be traced."""
@@ -228,7 +250,12 @@ class Forward:
         return self.original(*args, **kwargs)
 
     def depart(self, problem: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Refuse a call that departs from the trace, or answer it by the original."""
+        """Refuse a call that departs from the trace, or answer it by the original.
+
+        Where no call was answered yet, and one failed, this one is traced anew.
+        """
+        if self.drop_doubtful():
+            return self.start(*args, **kwargs)
         assert self.settings is not None
         if self.settings.config.on_failure == "error":
             raise TraceDepartureError(
@@ -242,6 +269,7 @@ class Forward:
         return self.original(*args, **kwargs)
 
     def count_eager(self, reason: str) -> None:
+        self.num_passed_on += 1
         if self.compiled is not None:
             counts = self.compiled.num_eager_calls
             counts[reason] = counts.get(reason, 0) + 1

@@ -101,8 +101,8 @@ def piecework_compile_piece(piece: Piece, config: CompilationConfig) -> Compiled
 
     Returns:
         A ``CompiledPiece``, which the core owns from here on. Its ``run`` must accept every size
-        that ``piece`` stands for and must not keep the tensors that it gets or gives; the results of
-        its first call are compared with the trace, in form, dtype, device and shape. ``None``: this
+        that ``piece`` stands for and must not keep the tensors that it gets or gives; what its
+        first call takes and gives is compared with the trace, in form, dtype, device and shape. ``None``: this
         plugin does not compile the piece, and the next one is asked. When all answer ``None``, the core
         runs the piece eagerly, or raises a ``CompileError`` where ``config.piece_compiler`` names a plugin.
 

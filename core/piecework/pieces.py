@@ -79,3 +79,15 @@ class CompiledPiece:
 
     run: Callable[..., Any]
     save: Callable[[], bytes] | None = field(default=None, kw_only=True)
+
+
+EAGER = "eager"
+"""Stands for the name of a plugin where a piece runs op by op."""
+
+
+@dataclass(frozen=True)
+class PieceRun:
+    """What runs a piece at some sizes, and the name of the plugin that compiled it."""
+
+    run: Callable[..., Any]
+    compiler: str

@@ -14,23 +14,21 @@ from torch.fx.node import Argument
 from piecework import torch_internals as internals
 from piecework.effects import Effects
 from piecework.errors import CaptureError
-from piecework.pieces import SplittingOp
+from piecework.inputs import Sizes
+from piecework.piece_checks import PieceCheck, piece_check
+from piecework.pieces import PieceRun, SplittingOp
 from piecework.refusals import Refusals
 from piecework.schedule import OpStep, Outline, Schedule
 from piecework.split import PieceStep
-
-Run = Callable[..., Sequence[Any]]
 
 
 @dataclass(frozen=True)
 class Pieces:
     """What runs at one size: a function per piece, and which of them are the same code."""
 
-    runs: Sequence[Run]
+    runs: Sequence[PieceRun]
     """The same list for all sizes that have these functions."""
     keys: Sequence[str]
-    compilers: Sequence[str]
-    """Names of the plugins that compiled them."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +36,11 @@ class PieceAction:
     """Runs a compiled piece."""
 
     step: PieceStep
-    run: Run
+    run: Callable[..., Sequence[Any]]
+    check: PieceCheck | None
+    """Looks at what goes in and out of compiled code."""
     key: str
     """Equal for places that share compiled code."""
-    compiler: str
     why_uncaptured: str | None
 
 
@@ -103,11 +102,14 @@ class Programs:
     Args:
         schedule: the steps of the graph in order.
         refusals: what stays out of graphs.
+        sizes: what the symbols of the graph mean.
     """
 
-    def __init__(self, schedule: Schedule, refusals: Refusals) -> None:
+    def __init__(self, schedule: Schedule, refusals: Refusals, sizes: Sizes) -> None:
+        self.sizes = sizes
         self.schedule, self.effects, self.refusals = schedule, schedule.effects, refusals
-        self.ops = [(unit, unit.op) for unit in schedule.units if isinstance(unit, OpStep) and unit.op is not None]
+        units = (unit for unit in schedule.units if isinstance(unit, OpStep))
+        self.ops = {unit.node: unit.op for unit in units if unit.op is not None}
         self._made: dict[tuple[int, tuple[bool, ...]], tuple[Any, tuple[Task, ...]]] = {}
 
     def of(self, pieces: Pieces, size: Any) -> tuple[Task, ...]:
@@ -117,38 +119,39 @@ class Programs:
             pieces: the compiled pieces, one per piece of the graph.
             size: as the user writes it; ``SplittingOp.capturable`` is asked about it.
         """
-        captured = tuple([self.is_captured(unit, op, size) for unit, op in self.ops])
+        captured = tuple([self.is_captured(node, op, size) for node, op in self.ops.items()])
         key = (id(pieces.runs), captured)
         if key not in self._made:  # With the functions, so that none of others can have their identity.
             self._made[key] = pieces.runs, tuple(self.tasks(self.actions(pieces, captured)))
         return self._made[key][1]
 
-    def is_captured(self, unit: OpStep, op: SplittingOp, size: Any) -> bool:
+    def is_captured(self, node: Node, op: SplittingOp, size: Any) -> bool:
         """Whether a splitting op is recorded at a size, and not run between the graphs.
 
         Raises:
             CaptureError: its ``capturable`` fails.
         """
         try:
-            wanted = op.capturable(size) if callable(op.capturable) else op.capturable
+            wanted = bool(op.capturable(size) if callable(op.capturable) else op.capturable)
         except Exception as error:  # of a function of the user's or a plugin's
             what = f"capturable of splitting op {op.name!r} raised {type(error).__name__} for size {size}"
             raise CaptureError(f"{what}: {error}") from error
-        return bool(wanted) and self.refusals.of_op(unit.node, self.effects) is None
+        return wanted and self.refusals.of_op(node, self.effects) is None
 
     def actions(self, pieces: Pieces, captured: Sequence[bool]) -> list[Action]:
         actions: list[Action] = []
-        places = iter(zip(pieces.runs, pieces.keys, pieces.compilers, strict=True))
-        are_captured = iter(captured)
+        places = iter(zip(pieces.runs, pieces.keys, strict=True))
+        is_captured = dict(zip(self.ops, captured, strict=True))
         for unit in self.schedule.units:
             if isinstance(unit, OpStep):
-                is_captured = unit.op is not None and next(are_captured)
                 node, function = unit.node, _function(unit, unit.op, self.effects)
-                actions.append(OpAction(node, unit.op, is_captured, function, node.args, node.kwargs))
+                taken = is_captured.get(node, False)
+                actions.append(OpAction(node, unit.op, taken, function, node.args, node.kwargs))
                 continue
-            run, key, compiler = next(places)
+            piece, key = next(places)
             why = self.refusals.of_piece(unit, key)
-            actions.append(PieceAction(unit, run, key, compiler, why))
+            check = piece_check(unit, piece, self.effects, self.sizes)
+            actions.append(PieceAction(unit, piece.run, check, key, why))
             if why is not None:
                 self.refusals.note(unit.name, why)
         return actions

@@ -16,8 +16,8 @@ from torch.fx import Node
 from piecework import torch_internals as internals
 from piecework.effects import Effects
 from piecework.inputs import GraphInputs
-from piecework.piece_results import FirstCall, ResultCheck
-from piecework.pieces import SplittingOp
+from piecework.piece_checks import FirstCall, piece_check
+from piecework.pieces import PieceRun, SplittingOp
 from piecework.split import PieceStep, SplitGraph
 from piecework.trace import Relation
 
@@ -26,7 +26,7 @@ from piecework.trace import Relation
 class StraightLine:
     """Generated code and the names it refers to.
 
-    ``namespace`` holds the pieces (each a ``FirstCall`` until it has run), the parameters and buffers, and the
+    ``namespace`` holds the pieces (a ``FirstCall`` until it has run), the parameters and buffers, and the
     functions that run eagerly; a parameter that is replaced is bound anew by assigning its name there.
     """
 
@@ -53,32 +53,23 @@ class Runs:
         return [line.namespace for line in (self.general, *self.exact.values(), self.uncompiled) if line is not None]
 
 
-def straight_line(
-    split: SplitGraph,
-    runs: Sequence[Callable[..., Any]],
-    inputs: GraphInputs,
-    *,
-    compilers: Sequence[str],
-    name: str,
-) -> StraightLine:
+def straight_line(split: SplitGraph, runs: Sequence[PieceRun], inputs: GraphInputs, *, name: str) -> StraightLine:
     """Generate the function that runs all steps.
 
     Args:
         split: the steps.
-        runs: the compiled pieces, one per piece of the graph.
+        runs: the compiled pieces, one per piece of the graph; each is looked at once.
         inputs: what the graph is called with; the sizes are the last arguments of the function.
-        compilers: names of the plugins that compiled them; what they return is looked at once.
         name: shown in tracebacks.
 
     Returns:
         ``function(*tensor_arguments, *sizes)`` returns what the traced graph returns.
     """
     writer = CodeWriter(split.effects, inputs)
-    pieces = iter(zip(runs, compilers, strict=True))
+    pieces = iter(runs)
     for step in split.steps:
         if isinstance(step, PieceStep):
-            run, compiler = next(pieces)
-            writer.piece(step, run, ResultCheck(step, split.effects, inputs.sizes, compiler))
+            writer.piece(step, next(pieces))
         else:
             for node in step.nodes:
                 writer.eager(node, step.ops.get(node))
@@ -122,9 +113,10 @@ class CodeWriter:
 
     # Steps.
 
-    def piece(self, step: PieceStep, run: Callable[..., Any], check: ResultCheck) -> None:
+    def piece(self, step: PieceStep, piece: PieceRun) -> None:
         given = [self.size_text(i) if isinstance(i, sympy.Symbol) else self.value(i) for i in step.inputs]
-        self.namespace[step.name] = FirstCall(run, check, self.namespace, step.name)
+        check = piece_check(step, piece, self.effects, self.sizes)
+        self.namespace[step.name] = FirstCall(piece.run, check, self.namespace) if check else piece.run
         call = f"{step.name}({', '.join(given)})"
         if step.outputs:
             results = [self.new_name(node) for node in step.outputs]

@@ -12,7 +12,6 @@ from torch.fx.node import map_arg
 from piecework.capturing import Capture, Recordable
 from piecework.effects import line_of, op_name
 from piecework.errors import CaptureError
-from piecework.piece_results import ResultCheck
 from piecework.program import Action, CaptureTask, PieceAction
 from piecework.refusals import refused_op
 from piecework.split import PieceStep
@@ -66,6 +65,8 @@ class Segment:
         values = self.values
         if isinstance(action, PieceAction):
             args = [env[given] if given in env else values.value(given, env) for given in action.step.inputs]
+            if action.check is not None and len(self.graph.actions) > 1:  # Ops are among them, which may give anything.
+                action.check.inputs(args)
             env.update(zip(action.step.outputs, action.run(*args), strict=True))
             return
         node = action.node
@@ -82,9 +83,14 @@ class Segment:
     def warm_up(self, action: PieceAction) -> None:
         """Run a piece once on scratch memory, so that what a first run does is not recorded; look at its results."""
         scratch = self.scratch_inputs(action.step)
-        check = ResultCheck(action.step, self.effects, self.values.statics.sizes, action.compiler)
+
+        def run() -> None:
+            results = action.run(*scratch)
+            if action.check is not None:
+                action.check.results(results, scratch)
+
         try:
-            self.capturer.warm_up(lambda: check(action.run(*scratch), scratch))
+            self.capturer.warm_up(run)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of a compiled piece: it fails in this size's capture, and in nothing else

@@ -253,13 +253,19 @@ class _Splitter:
         return None if isinstance(self.effects.values[node.args[0]], torch.Tensor) else node.args[0]
 
     def refuse_repeated(self, node: Node) -> None:
-        """Refuse a splitting op that would run wherever its result is used, and not once per call."""
+        """Refuse a splitting op that would run wherever its result is used, and not once per call.
+
+        Torch's own views do nothing that could be done twice: they are no place to cut at, and that is all.
+        """
         found = self.matcher.find(node, self.effects)
-        if found is not None:
+        if found is None:
+            return
+        self.matched_names.add(found[0])
+        if found[0].partition("::")[0] not in _OPS_OF_TORCH:
             raise SplitError(
-                f"splitting op {found[0]} returns a view of its input, or a size{line_of(node)}, and these are taken "
-                "again wherever they are used: it would not run once per call; have it return memory of its own, or "
-                "write into an argument"
+                f"splitting op {found[0]}, or its fake implementation, returns a view of its input, or a size"
+                f"{line_of(node)}; these are taken again wherever they are used, so that it would not run once per "
+                "call; have it return memory of its own, or write into an argument"
             )
 
     def refuse_nested(self, node: Node) -> None:
@@ -458,7 +464,7 @@ class _PieceBuilder:
             value = self.splitter.effects.values[resolved]
             try:
                 self.env[resolved] = internals.compute_size(value, self.splitter.shape_env, self.sizes)
-            except internals.TraceError:  # of a function that has no form for nodes, such as rounding
+            except (internals.TraceError, TypeError):  # of a function that has no form for nodes, such as rounding
                 return self.copy(resolved)
             return self.env[resolved]
         return self.copy(resolved)

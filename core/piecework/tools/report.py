@@ -277,7 +277,7 @@ def _piece_reports(unique: Sequence[CompiledUniquePiece]) -> tuple[PieceReport, 
                 key=one.unique.piece.key,
                 places=one.unique.places,
                 num_nodes=sum(node.op not in ("placeholder", "output") for node in one.unique.piece.graph.graph.nodes),
-                compiler=one.compiler,
+                compiler=one.run.compiler,
                 seconds=one.seconds,
                 differs=explain_difference(nearest, form) if nearest is not None else None,
             )

@@ -176,7 +176,7 @@ class CudaGraphCapturer(Capturer):
         num_uses = pool.num_uses
         try:
             internals.begin_capture(graph, pool.id)
-            results = fn()
+            results = tuple(fn())
             # An alias has no place for a conjugation that is still to be done.
             if any(result.is_conj() or result.is_neg() for result in results):
                 results = tuple(result.resolve_conj().resolve_neg() for result in results)

@@ -16,8 +16,8 @@ class InductorOptions(BaseModel):
             as failed when it is done.
         call_inner_function: call the function that Inductor generated without the layers around it,
             where nothing needs them; it saves some microseconds per piece and call.
-        unfuse_residuals: on CUDA, add a residual that a piece returns after the product and not in it, as Inductor
-            does inside of a graph; it saves a kernel per layer.
+        unfuse_residuals: on CUDA, add a residual after the product and not in it, where results of the piece and
+            pointwise ops alone need the sum, as Inductor does inside of a graph; it saves a kernel per residual.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

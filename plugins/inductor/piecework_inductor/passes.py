@@ -32,7 +32,7 @@ def with_pass(config: dict[str, Any], added: internals.CustomGraphPass) -> dict[
 
 
 class UnfuseResiduals(internals.CustomGraphPass):
-    """Adds a residual after a product and not in it, on CUDA, where the sum is a result of the piece.
+    """Adds a residual after a product and not in it, on CUDA, where results and pointwise ops alone need the sum.
 
     Where all that needs the sum is pointwise, Inductor itself leaves it unfused, and joins the addition with the
     kernel after it. A result counts as something else for it, and in pieces the residual stream is a result of each:

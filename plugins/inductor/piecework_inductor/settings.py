@@ -30,14 +30,16 @@ def check_settings(config: Mapping[str, Any]) -> None:
             near = difflib.get_close_matches(name, known, n=3)
             hint = f"; the nearest are {', '.join(near)}" if near else ""
             raise ConfigError(_about(name, f"this torch has no such setting in torch._inductor.config{hint}"))
-        if name == GRAPHS:
+        if name == GRAPHS and value:
             raise ConfigError(_about(name, "graphs are recorded by the plugin that captures; capture_sizes says which"))
         _check_type(name, value)
 
 
 def _check_type(name: str, value: object) -> None:
+    declared = internals.setting_type(name)
+    if declared is type(None):
+        return  # Nothing is declared, and None is the default.
     try:
-        declared = internals.setting_type(name)
         adapter = TypeAdapter[Any](declared, config=ConfigDict(arbitrary_types_allowed=True))
         adapter.validate_json(json.dumps(value), strict=True)  # JSON has no tuples, and a whole number may be a float.
     except ValidationError as error:

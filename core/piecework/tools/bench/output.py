@@ -65,7 +65,7 @@ def print_memory(console: Console, memory: MemoryFigures) -> None:
         return
     raw = (
         f", {_seconds(memory.context_s)} with torch.cuda.graph, {_seconds(memory.raw_s)} by torch.cuda.CUDAGraph itself"
-        if memory.raw_s
+        if memory.context_s and memory.raw_s
         else ""
     )
     console.print(

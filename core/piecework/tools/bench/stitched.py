@@ -58,7 +58,7 @@ class Stitched:
         with internals.outside_of_tracing():
             manager = plugin_manager()
             compiled = compile_pieces(unique, self.config, manager, fake_mode.shape_env, owner="the stitched reference")
-        self.function = _stitch(split, [one.run for one in by_place(compiled)], self.pool).forward
+        self.function = _stitch(split, [one.run.run for one in by_place(compiled)], self.pool).forward
         return self.keep_arguments
 
     def keep_arguments(self, *args: Any) -> Any:
