@@ -43,9 +43,10 @@ class Refusing(internals.TorchDispatchMode):
 
 def _why_refused(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     op = func.name().partition(".")[0]
-    to_do = f"make it a splitting op, as in splitting_ops=[{op!r}], so that it runs between the graphs"
+    to_do = "do this, and what needs its result, inside a custom op that is a splitting op and gives known sizes"
     if torch.Tag.cudagraph_unsafe in func.tags:
-        return f"{op} is marked as unsafe for graphs (torch.Tag.cudagraph_unsafe); {to_do}"
+        between = f"make it a splitting op, as in splitting_ops=[{op!r}], so that it runs between the graphs"
+        return f"{op} is marked as unsafe for graphs (torch.Tag.cudagraph_unsafe); {between}"
     if op in ("aten::_local_scalar_dense", "aten::item"):
         return (
             "it reads a number from a tensor (.item(), int(), bool(), or an `if` on a tensor), which needs a host "

@@ -18,7 +18,8 @@ _REFUSALS = {
     ),
     r"operation not permitted when stream is capturing|Cannot copy between CPU and CUDA tensors during": (
         "the device refuses a host synchronisation (.item(), nonzero, a mask as an index, a copy from or to memory of "
-        f"the host that is not pinned): {_MAKE_IT_A_SPLITTING_OP}"
+        "the host that is not pinned): do this, and what needs its result, inside a custom op that is a splitting op "
+        "and gives known sizes"
     ),
     r"dependency created on uncaptured work|legacy stream depend|event last recorded in a capturing stream": (
         f"the device refuses to wait for work of another stream that is not recorded with it: {_MAKE_IT_A_SPLITTING_OP}"
