@@ -517,7 +517,7 @@ def test_an_expanded_tensor_that_is_handed_on_between_uncaptured_pieces() -> Non
 def test_an_op_that_gives_another_form_than_its_fake_says_so() -> None:
     for wrong, words in ((lambda x: x[:1], r"shape \(1, 4\)"), (lambda x: x.double(), "float64")):
         call = compiled(simple, splitting_ops=[SplittingOp("models::scale3", implementation=wrong)])
-        with pytest.raises(CaptureError, match=f"{words}.*mend the fake implementation"):
+        with pytest.raises(CaptureError, match=rf"models::scale3.*capture_models.py.*{words}.*mend the fake"):
             call(rows(2))
 
 

@@ -249,6 +249,13 @@ def test_compiled_piece_must_be_one(answer: object) -> None:
         assert part in str(raised.value)
 
 
+def test_plugin_that_is_installed_and_not_used_here_is_no_misspelling() -> None:
+    with pytest.raises(
+        PluginError, match=r"'silly_attention' is installed, but not among .*: eager, fine; .*load_install"
+    ):
+        manager_of(make_compiler("fine", COMPILED)).compile_piece(PIECE, config(piece_compiler="silly_attention"))
+
+
 def test_error_in_a_hook_names_plugin_hook_and_piece() -> None:
     error = ValueError("no\nsuch op")
     manager = manager_of(make_compiler("bad", error), make_wrapper("w"))

@@ -262,6 +262,7 @@ def test_trace_that_fails_may_be_answered_eagerly_with_one_warning(level: int) -
     call = compiled(reads_a_value, level, on_failure="eager")
     with pytest.warns(PieceworkWarning, match="reads_a_value runs eagerly from now on:.*item"):
         assert_same(call, reads_a_value, rows(4))
+    assert "\n  runs eagerly: reads_a_value can't be traced" in str(piecework.report(call))
     for n in (3, 2):  # another warning would be an error
         assert_same(call, reads_a_value, rows(n))
 

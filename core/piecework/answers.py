@@ -54,7 +54,7 @@ def _as_splitting_ops(
 def check_compiled_piece(implementation: Implementation, answer: object) -> CompiledPiece | None:
     """Return the answer, if it is one that may be given."""
     if answer is not None and (not isinstance(answer, CompiledPiece) or not callable(answer.run)):
-        raise implementation.refuse(answer, "a CompiledPiece, or None")
+        raise implementation.refuse(answer, "a CompiledPiece with a function as its run, or None")
     return _noted(implementation, answer, "compiled the piece; to compile pieces")
 
 

@@ -190,10 +190,11 @@ class TensorSpec:
         if value.numel() and any(
             size > 1 and a != b for size, a, b in zip(value.shape, expected, value.stride(), strict=True)
         ):
+            is_plain = tuple(expected) == torch.empty(value.shape, device="meta").stride()
             return (
                 f"strides of argument {self.path} are {tuple(value.stride())}, the trace needs {expected} "
-                f"for the shape {tuple(value.shape)}; pass it with the layout of the first call, "
-                "for example through .contiguous()"
+                f"for the shape {tuple(value.shape)}; pass it with the layout of the first call"
+                f"{', through .contiguous()' if is_plain else ', which was not contiguous'}"
             )
         return None
 

@@ -44,7 +44,7 @@ def _bind_piece(action: PieceAction, values: Values) -> Bound:
     call = functools.partial(action.run, *map(values.bound, step.inputs))
     kept = [values.memory_for(values.effects.values[node]) for node in step.outputs]
     results = dict(zip(step.outputs, kept, strict=True))
-    return _bridged(call, results, kept, values) if kept else Bound(call)
+    return _bridged(call, results, kept, values, step.name) if kept else Bound(call)
 
 
 def _bind_op(action: OpAction, values: Values) -> Bound:
@@ -71,7 +71,9 @@ def _bind_op(action: OpAction, values: Values) -> Bound:
     )
     results = {node: internals.pytree.tree_map_only(torch.Tensor, lambda _: next(remaining), result)}
     is_bridged = any(memory is not None for memory in kept)
-    return _bridged(call, results, kept, values) if is_bridged else Bound(call, results)
+    if not is_bridged:
+        return Bound(call, results)
+    return _bridged(call, results, kept, values, f"{op_name(node) or node.target}{line_of(node)}")
 
 
 def _check_result(node: Node, result: Any) -> None:
@@ -96,20 +98,20 @@ def _view_of(fake: torch.Tensor, source: Node | None, values: Values) -> torch.T
 
 
 def _bridged(
-    call: Callable[[], Any], results: dict[Node, Any], kept: Sequence[torch.Tensor | None], values: Values
+    call: Callable[[], Any], results: dict[Node, Any], kept: Sequence[torch.Tensor | None], values: Values, name: str
 ) -> Bound:
     """Return a call whose fresh results are copied into static memory; None stands for one that is not fresh."""
     num_bytes = sum(tensor.nbytes for tensor in kept if tensor is not None)
     alias = values.pool.capturer.alias
-    bridge = _Bridge(call, tuple(tensor if tensor is None else alias(tensor) for tensor in kept))
+    bridge = _Bridge(call, tuple(tensor if tensor is None else alias(tensor) for tensor in kept), name)
     return Bound(bridge.run, results, num_bytes)
 
 
 class _Bridge:
     """Runs something that gives fresh tensors, and copies them to where graphs read them."""
 
-    def __init__(self, call: Callable[[], Any], kept: tuple[torch.Tensor | None, ...]) -> None:
-        self.call = call
+    def __init__(self, call: Callable[[], Any], kept: tuple[torch.Tensor | None, ...], name: str) -> None:
+        self.call, self.name = call, name
         self.kept = tuple((None, False) if t is None else (base_of(t), 0 in t.stride()) for t in kept)
 
     def run(self) -> None:
@@ -120,7 +122,7 @@ class _Bridge:
             fresh = base_of(result) if is_expanded else result
             if fresh.shape != kept.shape or fresh.dtype != kept.dtype:
                 raise CaptureError(
-                    f"an op gave a tensor of shape {tuple(fresh.shape)} and {fresh.dtype}, where its fake "
+                    f"{self.name} gave a tensor of shape {tuple(fresh.shape)} and {fresh.dtype}, where its fake "
                     f"implementation gives {tuple(kept.shape)} and {kept.dtype}; mend the fake implementation"
                 )
             kept.copy_(fresh)

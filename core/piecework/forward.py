@@ -75,6 +75,8 @@ class Forward:
         """A call failed before that: what was traced may be what is wrong."""
         self.num_passed_on = 0
         """Calls that the original answered."""
+        self.why_eager: str | None = None
+        """Why the original answers every call, where it does since the trace or a compile failed."""
         self.said: set[str] = set()
         _forwards.add(self)
         publish(self.with_self(self.start))
@@ -127,7 +129,7 @@ class Forward:
         """Drop the trace, under ``compile_lock``."""
         if self.compiled is not None:
             self.compiled.state.watch.close()
-        self.settings = self.compiled = self.answer = None
+        self.settings = self.compiled = self.answer = self.why_eager = None
         self.is_published = self.is_doubtful = False
         self.said.clear()
         self.publish(self.with_self(self.start))
@@ -235,6 +237,7 @@ class Forward:
         except CompileError as error:
             if settings.config.on_failure == "error":
                 raise
+            self.why_eager = str(error)
             warnings.warn(PieceworkWarning(f"{self.owner} runs eagerly from now on: {error}"), stacklevel=4)
             return self.with_self(self.original)
         return self.compiled.entry.function

@@ -134,6 +134,11 @@ def not_installed(name: str, known: dict[str, str]) -> str:
     near = nearest(name, known)
     hint = f", did you mean {near!r}?" if near else ""
     names = ", ".join(sorted(known, key=lambda other: (other != near, other))) or "none"
+    if any(plugin.origin.name == name for plugin in find_installed_plugins()):
+        return (
+            f"plugin {name!r} is installed, but not among those that are used here: {names}; "
+            "piecework.testing.plugins(load_installed=True) loads it"
+        )
     return f"plugin {name!r} is not installed{hint}; installed plugins: {names}"
 
 

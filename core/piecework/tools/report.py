@@ -81,6 +81,7 @@ class Report:
         pieces: the unique pieces.
         stage_seconds: trace, split, dedupe, compile.
         num_eager_calls: calls that the original forward answered, by reason.
+        why_eager: why nothing is compiled, and the original forward answers every call.
         num_rebindings: how often replaced parameters were bound anew.
         sizes: the captured sizes, the largest first.
         num_uncaptured_calls: by size and by the reason why no plan answered.
@@ -100,6 +101,7 @@ class Report:
     pieces: tuple[PieceReport, ...] = ()
     stage_seconds: Mapping[str, float] = ()  # pyright: ignore[reportAssignmentType]
     num_eager_calls: Mapping[str, int] = ()  # pyright: ignore[reportAssignmentType]
+    why_eager: str | None = None
     num_rebindings: int = 0
     num_calls_for_all_addresses: int = 0
     relations: tuple[str, ...] = ()
@@ -125,6 +127,8 @@ class Report:
         if self.level is None:
             return [f"{self.owner}: not called yet"]
         lines = [f"{self.owner}: level {self.level.value} ({self.level.name})"]
+        if self.why_eager is not None:
+            lines.append(f"  runs eagerly: {self.why_eager}")
         if self.stage_seconds:
             lines.append("  start-up: " + ", ".join(f"{stage} {s:.2f} s" for stage, s in self.stage_seconds.items()))
         if self.level is CompilationLevel.PIECEWISE and self.num_pieces:
@@ -200,7 +204,7 @@ def report(model: Any) -> Report:
     level = forward.settings.level if forward.settings is not None else None
     compiled = forward.compiled
     if compiled is None:
-        return Report(forward.owner, level, stage_seconds={}, num_eager_calls={})
+        return Report(forward.owner, level, stage_seconds={}, num_eager_calls={}, why_eager=forward.why_eager)
     made = _report(forward.owner, compiled)
     return replace(made, **_captures(compiled.plans)) if compiled.plans is not None else made
 
