@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 import piecework
 from models import Linear, assert_same, both_levels, compiled, refuses, rows
 from piecework import CompileError, PieceworkWarning, TraceDepartureError, counters
+from piecework.forward import compile_lock
 
 LOG: list[int] = []
 COUNT = 0
@@ -277,8 +280,14 @@ def test_opaque_argument_may_be_answered_eagerly(level: int) -> None:
         torch.testing.assert_close(call(x := rows(4), object()), x * 3)
 
 
+DURING_A_TRIPLE: list[Callable[[], None]] = []
+"""What the next call of the op below does besides."""
+
+
 @torch.library.custom_op("models::triple_of_floats", mutates_args=())
 def triple_of_floats(x: torch.Tensor) -> torch.Tensor:
+    while DURING_A_TRIPLE:
+        DURING_A_TRIPLE.pop()()
     if x.isinf().any():
         raise KeyboardInterrupt
     if x.dtype is not torch.float32:
@@ -390,6 +399,31 @@ def test_odd_arguments_after_a_failed_first_call_are_answered_as_ever(level: int
         call(rows(4) * float("nan"))
     with pytest.warns(PieceworkWarning, match="eager"):
         torch.testing.assert_close(call(x := rows(4), object()), 3 * x)
+
+
+@both_levels
+def test_first_call_does_not_wait_for_what_others_compile(level: int) -> None:
+    is_inside, may_end = threading.Event(), threading.Event()
+    results: list[torch.Tensor] = []
+
+    def wait() -> None:
+        is_inside.set()
+        assert may_end.wait(60)
+
+    call = compiled(call_triple_of_floats, level)
+    DURING_A_TRIPLE.append(wait)
+    thread = threading.Thread(target=lambda: results.append(call(torch.ones(4, 6))))
+    thread.start()
+    try:
+        assert is_inside.wait(60)
+        with compile_lock:  # as long as another model is compiled
+            may_end.set()
+            thread.join(60)
+            assert not thread.is_alive()
+    finally:
+        may_end.set()
+        thread.join()
+    torch.testing.assert_close(results[0].detach(), torch.full((4, 6), 4.0))
 
 
 # --- what a trace leaves alone -------------------------------------------------------------------------------

@@ -69,6 +69,8 @@ class Forward:
         self.settings: Settings | None = None
         self.compiled: Compiled | None = None
         self.answer: Callable[..., Any] | None = None
+        self.lock = threading.RLock()
+        """Guards what calls find out about the trace; unlike ``compile_lock`` it is never held for long."""
         self.is_published = False
         """The trace has answered a call or captured a size, so that calls go straight to its code."""
         self.is_doubtful = False
@@ -98,10 +100,10 @@ class Forward:
         try:
             result = answer(self.target, *args, **kwargs) if self.takes_self else answer(*args, **kwargs)
         except BaseException:  # Raised again; an interrupt comes before an answer, too.
-            with compile_lock:
+            with self.lock:
                 self.is_doubtful |= self.answer is answer and not self.is_published
             raise
-        with compile_lock:
+        with self.lock:
             if self.answer is answer and self.num_passed_on == num_passed_on:
                 self.publish_answer()
         return result
@@ -127,16 +129,19 @@ class Forward:
 
     def forget(self) -> None:
         """Drop the trace, under ``compile_lock``."""
-        if self.compiled is not None:
-            self.compiled.state.watch.close()
-        self.settings = self.compiled = self.answer = self.why_eager = None
-        self.is_published = self.is_doubtful = False
-        self.said.clear()
-        self.publish(self.with_self(self.start))
+        with self.lock:
+            if self.compiled is not None:
+                self.compiled.state.watch.close()
+            self.settings = self.compiled = self.answer = self.why_eager = None
+            self.is_published = self.is_doubtful = False
+            self.said.clear()
+            self.publish(self.with_self(self.start))
 
     def drop_doubtful(self) -> bool:
         """Drop a trace that calls have failed on and none was answered by; return whether there was one."""
-        with compile_lock:
+        if not self.is_doubtful:
+            return False  # Without waiting for what others compile.
+        with compile_lock, self.lock:
             compiled = self.compiled
             if not self.is_doubtful or is_frozen() or compiled is None:
                 return False
@@ -197,7 +202,7 @@ class Forward:
             if is_traced_here and not compiled.plans.plans:
                 self.release()  # What was traced may be what is wrong: arguments of another dtype.
             raise
-        with compile_lock:
+        with self.lock:
             if self.compiled is compiled:
                 self.publish_answer()
 
