@@ -29,7 +29,10 @@ def _reset() -> None:
     if "torch" in sys.modules:
         import torch._dynamo
 
+        from piecework.custom_op_choice import reset_choices
+
         torch._dynamo.reset()
+        reset_choices()
 
 
 @pytest.fixture

@@ -21,6 +21,8 @@ def test_json_shows_what_is_known_of_each_plugin(tmp_path: Path) -> None:
     assert (child.returncode, child.stderr) == (0, "")
     report = json.loads(child.stdout)
     assert report["order"] == {
+        "piecework_custom_op_enabled": [],
+        "piecework_custom_op_implementations": [],
         "piecework_splitting_ops": [],
         "piecework_compile_piece": ["zeta", "alpha"],
         "piecework_capturer": [],

@@ -19,6 +19,7 @@ def test_defaults_are_those_of_the_design() -> None:
     assert dict(CompilationConfig()) == {
         "level": None,
         "splitting_ops": None,
+        "custom_ops": (),
         "compile_sizes": (),
         "capture_sizes": None,
         "max_padding_ratio": 2.0,

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Iterator
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -20,6 +21,7 @@ from piecework.settings import (
     set_compilation_config,
     set_torch_compile_backend,
 )
+from piecework.tools.custom_ops import custom_op_as_text
 from piecework.tools.env import env_command, env_rows
 
 app = typer.Typer()
@@ -63,7 +65,7 @@ def test_the_table_has_a_line_for_each_row(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("PIECEWORK_CONFIG", '{"level": 3, "piece_compiler": "[red]x[/red]"}')
     result = runner.invoke(app, [])
     lines = [[cell.strip() for cell in line.split("\u2502")[1:-1]] for line in result.stdout.splitlines()]
-    assert [line[:2] for line in lines if line] == [[row.section, row.name] for row in env_rows()]
+    assert [line[:2] for line in lines if line and line[0]] == [[row.section, row.name] for row in env_rows()]
     assert ["settings", "level", "3 (PIECEWISE)", "PIECEWORK_CONFIG"] in lines
     assert ["settings", "piece_compiler", "'[red]x[/red]'", "PIECEWORK_CONFIG"] in lines
     assert ["environment", "PIECEWORK_LEVEL", "unset", ""] in lines
@@ -98,3 +100,45 @@ def test_a_bad_environment_is_said_on_stderr_with_status_2(
     assert result.stderr.startswith(name)
     assert value in result.stderr
     assert "Traceback" not in result.stderr
+
+
+class Shown(piecework.CustomOp, op_name="test_shown"):
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @piecework.Limits(dtypes=(torch.bfloat16,))
+    def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def forward_triton(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_custom_ops_are_shown_with_who_decides_and_what_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIECEWORK_PLUGINS", "")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    shown = json.loads(runner.invoke(app, ["--json"]).stdout)["custom ops"]["test_shown"]
+    assert {level: verdict["is_on"] for level, verdict in shown["levels"].items()} == {
+        **dict.fromkeys("012", True),
+        "3": False,
+    }
+    assert shown["levels"]["3"]["why"] == "the default at level 3"
+    assert shown["candidates"]["cpu"] == [
+        {"implementation": "forward_triton", "plugin": None, "limits": "", "why_not": "Triton is not installed"},
+        {"implementation": "forward_cpu", "plugin": None, "limits": "bfloat16", "why_not": None},
+    ]
+    text = custom_op_as_text(shown)
+    assert text.splitlines()[:2] == [
+        "on at 0, 1, 2 (the default); off at 3 (the default)",
+        "cpu: forward_triton (not here: Triton is not installed), then forward_cpu [bfloat16], then forward_native",
+    ]
+    monkeypatch.setenv("PIECEWORK_CUSTOM_OPS", "none,+test_shown")
+    shown = json.loads(runner.invoke(app, ["--json"]).stdout)["custom ops"]["test_shown"]
+    assert custom_op_as_text(shown).startswith("on at 0, 1, 2, 3 ('+test_shown' by PIECEWORK_CUSTOM_OPS)\n")
+
+
+def test_a_plugin_that_is_not_there_is_named_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIECEWORK_PLUGINS", "nosuch")
+    result = runner.invoke(app, [])
+    assert result.exit_code == 2
+    assert "plugin 'nosuch' is not installed" in result.output

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from piecework import capturing, hookspecs, pieces
+from piecework import capturing, custom_op_limits, hookspecs, pieces
 from piecework.implementations import hook_arguments, read_implementations
 from piecework.loading import Origin
 
@@ -18,6 +18,8 @@ HOOKS = list(hook_arguments())
 
 def test_surface() -> None:
     assert hook_arguments() == {
+        "piecework_custom_op_enabled": ("op_name", "level", "config"),
+        "piecework_custom_op_implementations": ("op_name", "device"),
         "piecework_splitting_ops": ("config",),
         "piecework_compile_piece": ("piece", "config"),
         "piecework_capturer": ("device", "config"),
@@ -47,6 +49,8 @@ def test_example_is_a_plugin_as_it_stands(hook: str, monkeypatch: pytest.MonkeyP
         setattr(public, name, getattr(pieces, name))
     for name in ("Capture", "CaptureMemory", "Capturer"):
         setattr(public, name, getattr(capturing, name))
+    for name in ("CustomOpImplementation", "Limits"):
+        setattr(public, name, getattr(custom_op_limits, name))
     monkeypatch.setitem(__import__("sys").modules, "piecework", public)
     plugin = types.ModuleType("example")
     exec(textwrap.dedent(text.partition("Example::")[2]), plugin.__dict__)

@@ -269,6 +269,7 @@ FIELD_VALUES: dict[str, list[Any]] = {
     "static_inputs": [(), True, ("x",)],
     "static_outputs": [True, False],
     "capturer": [None, "none", "emulated"],
+    "custom_ops": [(), ("all",), ("none", "+a", "-b")],
 }
 given_fields = st.fixed_dictionaries({}, optional={name: st.sampled_from(v) for name, v in FIELD_VALUES.items()})
 

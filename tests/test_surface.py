@@ -25,6 +25,7 @@ def test_exported_names() -> None:
         *("PieceworkError", "ConfigError", "PluginError", "SplitError", "CompileError", "TraceDepartureError"),
         *("GradientNotSupported", "PieceworkWarning"),
         *("hookimpl", "read_options", "Piece", "InputKind", "SplittingOp", "CompiledPiece"),
+        *("CustomOp", "CustomOpImplementation", "Limits"),
         *("Capturer", "Capture", "CaptureMemory", "Recordable", "CaptureError", "StaleCaptureError"),
     }
     for name in piecework.__all__:
@@ -33,6 +34,8 @@ def test_exported_names() -> None:
 
 def test_hooks_and_their_arguments() -> None:
     assert {hook: tuple(arguments) for hook, arguments in hook_arguments().items()} == {
+        "piecework_custom_op_enabled": ("op_name", "level", "config"),
+        "piecework_custom_op_implementations": ("op_name", "device"),
         "piecework_splitting_ops": ("config",),
         "piecework_compile_piece": ("piece", "config"),
         "piecework_capturer": ("device", "config"),
@@ -43,14 +46,14 @@ def test_config_fields() -> None:
     assert set(CompilationConfig.model_fields) == {
         *("level", "splitting_ops", "compile_sizes", "check_parameters", "on_failure", "piece_compiler"),
         *("plugin_options", "capturer", "capture_sizes", "max_padding_ratio", "rows_independent"),
-        *("max_capture_bytes", "static_inputs", "static_outputs"),
+        *("max_capture_bytes", "static_inputs", "static_outputs", "custom_ops"),
     }
 
 
 def test_environment_variables() -> None:
     assert set(ENVIRONMENT) == {
         *("PIECEWORK_LEVEL", "PIECEWORK_CONFIG", "PIECEWORK_PLUGINS", "PIECEWORK_CACHE_DIR"),
-        "PIECEWORK_LOGGING_LEVEL",
+        *("PIECEWORK_LOGGING_LEVEL", "PIECEWORK_CUSTOM_OPS"),
     }
 
 

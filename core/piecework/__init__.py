@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from piecework.config import CompilationConfig
     from piecework.config_checks import CompilationLevel
     from piecework.counting import counters
+    from piecework.custom_op import CustomOp
+    from piecework.custom_op_limits import CustomOpImplementation, Limits
     from piecework.errors import (
         CaptureError,
         CompileError,
@@ -55,6 +57,8 @@ _HOMES = {
     "piecework.config": ("CompilationConfig",),
     "piecework.config_checks": ("CompilationLevel",),
     "piecework.counting": ("counters",),
+    "piecework.custom_op": ("CustomOp",),
+    "piecework.custom_op_limits": ("CustomOpImplementation", "Limits"),
     "piecework.errors": (
         *("CaptureError", "CompileError", "ConfigError", "GradientNotSupported", "PieceworkError", "PieceworkWarning"),
         *("PluginError", "SplitError", "StaleCaptureError", "TraceDepartureError"),
@@ -80,8 +84,11 @@ __all__ = [
     "CompileError",
     "CompiledPiece",
     "ConfigError",
+    "CustomOp",
+    "CustomOpImplementation",
     "GradientNotSupported",
     "InputKind",
+    "Limits",
     "Piece",
     "PieceworkError",
     "PieceworkWarning",

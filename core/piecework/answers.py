@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from piecework.capturing import Capturer
 from piecework.implementations import Implementation
 from piecework.pieces import CompiledPiece, SplittingOp
+
+if TYPE_CHECKING:
+    from piecework.custom_op_limits import CustomOpImplementation
 
 _given: ContextVar[list[tuple[Implementation, Any]]] = ContextVar("piecework_answers_given")
 
@@ -25,17 +28,48 @@ def recording() -> Iterator[list[tuple[Implementation, Any]]]:
         _given.reset(token)
 
 
+def check_custom_op_enabled(implementation: Implementation, answer: object) -> bool | None:
+    """Return the answer, if it is one that may be given."""
+    if answer is not None and not isinstance(answer, bool):
+        raise implementation.refuse(answer, "True, False or None")
+    if answer is not None:
+        _given.get().append((implementation, answer))
+    return answer
+
+
+def check_custom_op_implementations(implementation: Implementation, answer: object) -> Any:
+    """Return the implementations of one plugin as a tuple; of a wrapper, the list of all plugins'."""
+    return _checked_list(implementation, answer, "a list or tuple of CustomOpImplementation", _as_implementations)
+
+
+def _as_implementations(
+    implementation: Implementation, part: object, answer: object, allowed: str
+) -> tuple[CustomOpImplementation, ...]:
+    from piecework.custom_op_limits import CustomOpImplementation  # It needs torch, which is there by now.
+
+    if not isinstance(part, (list, tuple)):
+        raise implementation.refuse(answer, allowed)
+    for item in part:
+        if not isinstance(item, CustomOpImplementation) or not callable(item.function):
+            raise implementation.refuse(answer, f"{allowed}; {item!r} is none with a function")
+    return tuple(part)
+
+
 def check_splitting_ops(implementation: Implementation, answer: object) -> Any:
     """Return the ops of one plugin as a tuple; of a wrapper, the list of all plugins' ops."""
-    allowed = "a list or tuple of SplittingOp or names"
+    return _checked_list(implementation, answer, "a list or tuple of SplittingOp or names", _as_splitting_ops)
+
+
+def _checked_list(implementation: Implementation, answer: object, allowed: str, as_typed: Callable[..., Any]) -> Any:
+    """Return an answer to a hook that unites all plugins': one plugin's, or a wrapper's list of all."""
     if implementation.is_wrapper:
         if not isinstance(answer, (list, tuple)):
             raise implementation.refuse(answer, f"a list with {allowed} for each plugin")
-        checked: Any = [_as_splitting_ops(implementation, part, answer, allowed) for part in answer]
+        checked: Any = [as_typed(implementation, part, answer, allowed) for part in answer]
     elif answer is None:
         return None
     else:
-        checked = _as_splitting_ops(implementation, answer, answer, allowed)
+        checked = as_typed(implementation, answer, answer, allowed)
     _given.get().append((implementation, checked))
     return checked
 
@@ -79,6 +113,8 @@ def _noted(implementation: Implementation, answer: Any, what_nobody_does: str) -
 
 
 CHECKS = {
+    "piecework_custom_op_enabled": check_custom_op_enabled,
+    "piecework_custom_op_implementations": check_custom_op_implementations,
     "piecework_splitting_ops": check_splitting_ops,
     "piecework_compile_piece": check_compiled_piece,
     "piecework_capturer": check_capturer,

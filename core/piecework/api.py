@@ -17,6 +17,7 @@ from piecework.arguments import DynamicDims, dynamic_dims
 from piecework.config import CompilationConfig
 from piecework.config_checks import CompilationLevel, Size, check_sizes
 from piecework.counting import counters
+from piecework.custom_op_choice import reset_choices
 from piecework.errors import ConfigError, TraceDepartureError
 from piecework.forward import Forward, all_forwards, compile_lock
 from piecework.plugins import reset_plugin_manager
@@ -402,5 +403,6 @@ def reset() -> None:
     for forward in all_forwards():
         forward.release()
     counters.reset()
+    reset_choices()
     reset_process_settings()
     reset_plugin_manager()

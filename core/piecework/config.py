@@ -13,6 +13,7 @@ from piecework.config_checks import (
     CompilationLevel,
     Size,
     check_capture_sizes,
+    check_custom_ops,
     check_flag,
     check_level,
     check_optional_bytes,
@@ -53,6 +54,9 @@ class CompilationConfig(BaseModel):
     """0 to 3 or a level's name; ``None``: 0, and 3 for a call of ``compile`` and for ``backend="piecework"``."""
     splitting_ops: Annotated[tuple[str | SplittingOp, ...] | None, checked_by(check_splitting_ops)] = None
     """Exactly these; ``None``: those of the plugins and of ``set_attention_ops``; ``()``: none."""
+    custom_ops: Annotated[tuple[str, ...], checked_by(check_custom_ops)] = ()
+    """``"all"``, ``"none"``, ``"+name"``, ``"-name"``: which custom ops run other than by their native bodies; a tuple,
+    or one comma-separated string."""
     compile_sizes: Annotated[tuple[Size, ...], checked_by(check_sizes)] = ()
     """Sizes to compile exactly for, besides the general shape."""
     capture_sizes: Annotated[tuple[Size, ...] | Literal["auto"] | None, checked_by(check_capture_sizes)] = None

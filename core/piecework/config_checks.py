@@ -83,6 +83,46 @@ def check_splitting_op(value: Any, what: str) -> str | SplittingOp:
     return SplittingOp(**{**value, "name": check_name(value["name"], f"{what}.name")})
 
 
+def check_custom_ops(value: Any, what: str) -> tuple[str, ...]:
+    """Take tokens ``all``, ``none``, ``+name`` and ``-name``, as a list or in one comma-separated string.
+
+    Their order means nothing; what contradicts itself is refused.
+    """
+    if isinstance(value, str):
+        tokens = value.split(",") if value.strip() else []
+    else:
+        tokens = check_sequence(value, what, of="custom-op tokens", example="['none', '+rms_norm']")
+    checked = [check_custom_op_token(token, value, what) for token in tokens]
+    names = [token[1:] for token in checked if token.startswith("+") and f"-{token[1:]}" in checked]
+    pairs = [f"'+{name}' and '-{name}'" for name in names]
+    if "all" in checked and "none" in checked:
+        pairs.append("'all' and 'none'")
+    if pairs:
+        raise ConfigError(f"{what} contradicts itself: it holds {', '.join(dict.fromkeys(pairs))}, got {show(value)}")
+    return tuple(dict.fromkeys(checked))
+
+
+def check_custom_op_token(token: Any, value: Any, what: str) -> str:
+    allowed = "'all', 'none', '+name' or '-name'"
+    stripped = token.strip() if isinstance(token, str) else ""
+    if stripped in ("all", "none"):
+        return stripped
+    name = stripped[1:]
+    if stripped[:1] in ("+", "-") and is_custom_op_name(name):
+        return stripped
+    is_bare = is_custom_op_name(stripped)
+    hint = f"; write '+{stripped}' to switch it on, '-{stripped}' to switch it off" if is_bare else ""
+    if stripped in ("+all", "-all", "+none", "-none"):
+        hint = f"; write '{name}'"
+    where = f"{token!r} in {show(value)}" if isinstance(token, str) and token != value else show(token)
+    raise ConfigError(f"{what} must be tokens {allowed}, separated by commas, got {where}{hint}")
+
+
+def is_custom_op_name(name: str) -> bool:
+    """Whether a custom op may be called so: an ASCII identifier other than the two words that mean every op."""
+    return name.isascii() and name.isidentifier() and name not in ("all", "none")
+
+
 def check_sizes(value: Any, what: str) -> tuple[Size, ...]:
     """Take a list or tuple of sizes, each a positive int or a mapping from dim names to positive ints."""
     sizes = check_sequence(value, what, of="sizes", example="[1, 2] or [{'batch': 4, 'seq': 1}]")

@@ -19,6 +19,9 @@ from piecework.build import Builder, Compiled
 from piecework.config import CompilationConfig
 from piecework.config_checks import CompilationLevel, Size
 from piecework.counting import counters
+from piecework.custom_op import CustomOp, registered_ops
+from piecework.custom_op_choice import CustomOpChoices, choosing
+from piecework.custom_op_switch import report_names
 from piecework.errors import CaptureError, CompileError, ConfigError, PieceworkWarning, TraceDepartureError
 from piecework.plugins import PluginManager, plugin_manager
 from piecework.process_settings import is_frozen, torch_compile_backend
@@ -67,6 +70,8 @@ class Forward:
         self.default_level = default_level
         self.publish = publish
         self.settings: Settings | None = None
+        self.custom_ops: CustomOpChoices | None = None
+        """Goes by ``settings``."""
         self.compiled: Compiled | None = None
         self.answer: Callable[..., Any] | None = None
         self.lock = threading.RLock()
@@ -115,6 +120,11 @@ class Forward:
         self.publish(self.answer)
 
     @property
+    def level(self) -> CompilationLevel | None:
+        """Where it runs; None before the first call."""
+        return None if self.settings is None else self.settings.level
+
+    @property
     def is_request(self) -> bool:
         """Whether the user asked for this one by a call of ``compile``, and not by decorating a class."""
         return self.default_level is CompilationLevel.PIECEWISE
@@ -132,7 +142,7 @@ class Forward:
         with self.lock:
             if self.compiled is not None:
                 self.compiled.state.watch.close()
-            self.settings = self.compiled = self.answer = self.why_eager = None
+            self.settings = self.custom_ops = self.compiled = self.answer = self.why_eager = None
             self.is_published = self.is_doubtful = False
             self.said.clear()
             self.publish(self.with_self(self.start))
@@ -223,11 +233,14 @@ class Forward:
         settings = resolve_settings(self.config, default_level=self.default_level)
         manager = plugin_manager()
         manager.check_options(settings.config)
-        self.settings = settings
+        self.settings, self.custom_ops = settings, CustomOpChoices(self.owner, settings)
+        if settings.level < CompilationLevel.DYNAMO_ONCE:
+            self.report_names_of_custom_ops(settings)
         if settings.level is CompilationLevel.NO_COMPILATION:
-            return self.with_self(self.original)
+            # With no config of its own, the process's settings are its settings.
+            return self.with_self(self.original if self.config is None else self.run_original)
         if settings.level is CompilationLevel.DYNAMO_AS_IS:
-            return self.with_self(_dynamo_as_is(self.target))
+            return self.with_self(_choosing_by(self.custom_ops, _dynamo_as_is(self.target)))
         try:
             if is_frozen():
                 raise CompileError(
@@ -244,8 +257,24 @@ class Forward:
                 raise
             self.why_eager = str(error)
             warnings.warn(PieceworkWarning(f"{self.owner} runs eagerly from now on: {error}"), stacklevel=4)
-            return self.with_self(self.original)
+            return self.with_self(self.run_original)
         return self.compiled.entry.function
+
+    def report_names_of_custom_ops(self, settings: Settings) -> None:
+        """Say which names in ``custom_ops`` switch nothing."""
+        assert self.custom_ops is not None
+        used = self.custom_ops.names()
+        if isinstance(self.target, torch.nn.Module):
+            used |= {module.op_name for module in self.target.modules() if isinstance(module, CustomOp)}
+        report_names(settings, registered_ops(), used, owner=self.owner)
+
+    def run_original(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the original; custom ops in it go by the settings of this compilation."""
+        choices = self.custom_ops
+        if choices is None or torch.compiler.is_compiling():
+            return self.original(*args, **kwargs)  # Released meanwhile, or a part of what is traced.
+        with choosing(choices):
+            return self.original(*args, **kwargs)
 
     # What becomes of calls that the trace does not answer.
 
@@ -255,7 +284,7 @@ class Forward:
             self.said.add("zero rows")
             logger.info("%s: calls with zero rows are answered by the original forward", self.owner)
         self.count_eager("zero rows")
-        return self.original(*args, **kwargs)
+        return self.run_original(*args, **kwargs)
 
     def depart(self, problem: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Refuse a call that departs from the trace, or answer it by the original.
@@ -274,7 +303,7 @@ class Forward:
             self.said.add(problem)
             warnings.warn(PieceworkWarning(f"{self.owner} answers a call eagerly: {problem}"), stacklevel=3)
         self.count_eager("departure from the trace")
-        return self.original(*args, **kwargs)
+        return self.run_original(*args, **kwargs)
 
     def count_eager(self, reason: str) -> None:
         self.num_passed_on += 1
@@ -290,12 +319,14 @@ class Forward:
         """Trace, split, deduplicate, compile, and generate the code that runs it."""
         level = settings.level
         backend = _backend() if level is CompilationLevel.DYNAMO_ONCE else None
-        with plain_dicts(watched_modules()):
+        assert self.custom_ops is not None
+        with choosing(self.custom_ops), plain_dicts(watched_modules()):
             traced = trace(self.target, arguments, values, owner=self.owner, backend=backend)
         counters.num_graphs_seen += 1
         logger.info(
             "%s: traced one graph of %d nodes in %.2f s", self.owner, len(traced.graph.graph.nodes), traced.seconds
         )
+        self.report_names_of_custom_ops(settings)
         builder = Builder(self, settings, manager, traced)
         return builder.dynamo_once() if backend else builder.piecewise()
 
@@ -309,6 +340,18 @@ def _backend() -> Callable[..., Any]:
     except internals.InvalidBackend as error:
         known = ", ".join(torch.compiler.list_backends())
         raise ConfigError(f"set_torch_compile_backend: torch knows no backend {backend!r}; it has {known}") from error
+
+
+def _choosing_by(choices: CustomOpChoices, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose traces choose custom ops by the settings of one compilation."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        with choosing(choices):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _dynamo_as_is(target: Callable[..., Any]) -> Callable[..., Any]:

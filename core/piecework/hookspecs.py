@@ -6,6 +6,8 @@ point of the group ``piecework``. In the order in which one forward meets the ho
     first call of a compiled model, at level 3
     |-- plugins are loaded             once per process, at the first need
     |-- trace the model                once
+    |   |-- piecework_custom_op_enabled          once per name of a custom op that is met: on or off
+    |   |-- piecework_custom_op_implementations  once per class and device, if it is on: what may run it
     |   `-- piecework_splitting_ops    once per traced graph: where to cut
     |-- split the graph, find the pieces that are alike
     |-- for each unique piece, and for the general shape and each exact size
@@ -13,6 +15,8 @@ point of the group ``piecework``. In the order in which one forward meets the ho
     `-- piecework_capturer             once per device and process: who records graphs there
     every later call
     `-- no hook at all; a size that is captured then uses the capturer at hand
+
+Custom ops that run untraced, as all do at level 0, ask the first two at the first call of each op.
 
 Order. Plugins named in ``PIECEWORK_PLUGINS`` are asked first, in that order, whatever they mark.
 The rest follow: ``tryfirst=True``, then unmarked, then ``trylast=True``, each by name. Wrappers
@@ -37,11 +41,94 @@ if TYPE_CHECKING:
     import torch
 
     from piecework.capturing import Capturer
+    from piecework.config_checks import CompilationLevel
+    from piecework.custom_op_limits import CustomOpImplementation
     from piecework.pieces import CompiledPiece, Piece, SplittingOp
     from piecework.settings import CompilationConfig
 
 hookspec = pluggy.HookspecMarker("piecework")
 hookimpl = pluggy.HookimplMarker("piecework")
+
+
+@hookspec(firstresult=True)
+def piecework_custom_op_enabled(op_name: str, level: CompilationLevel, config: CompilationConfig) -> bool | None:
+    """Say whether a custom op runs by other than its native body.
+
+    Called once per name of a custom op and compilation, and at the first call of each op that runs untraced. Not
+    called where ``config.custom_ops`` decides it: ``all`` and ``none`` decide every op. Stops at first non-None result.
+
+    Args:
+        op_name: the name of the op, such as ``"rms_norm"``.
+        level: the level of the compilation, ``CompilationLevel.NO_COMPILATION`` for an op that runs eagerly.
+        config: the settings of the compilation. Frozen; the core owns it.
+
+    Returns:
+        ``True``: the op takes the first implementation whose limits hold. ``False``: it takes ``forward_native``.
+        ``None``: this plugin has no opinion, and the next one is asked. When all answer ``None``, the op is on below
+        level 3 and off at it, since Inductor fuses the native body there.
+
+    A wrapper receives the answer, and returns one of its own.
+
+    Raises:
+        PieceworkError: may be raised, and reaches the caller of the model unchanged. Any other exception does so as a
+            ``PluginError`` that names the plugin.
+
+    Example::
+
+        from piecework import hookimpl
+
+        @hookimpl
+        def piecework_custom_op_enabled(op_name, level):
+            # Measured: this one beats what Inductor makes of the native body.
+            return True if op_name == "foo_norm" and level == 3 else None
+    """
+
+
+@hookspec
+def piecework_custom_op_implementations(op_name: str, device: torch.device) -> Sequence[CustomOpImplementation] | None:
+    """Bring implementations of the custom ops of one name.
+
+    Called once per class of ops, device and compilation, for an op that is on. All plugins are asked; an op takes the
+    first in their order whose limits hold, before its own methods. Where the op is off, nobody is asked.
+
+    Args:
+        op_name: the name of the op. What else an op of that name has to be, its plugin says: the arguments of
+            ``forward_native`` and the attributes that the implementation reads.
+        device: where the first tensor of the call is, with its index.
+
+    Returns:
+        A list or tuple of ``CustomOpImplementation``, which the core keeps and does not change. ``None`` or an empty
+        list: this plugin brings nothing for the op on this device.
+
+    A wrapper receives the list of all answers, one tuple for each plugin that gave one, and returns a list of that
+    form.
+
+    Raises:
+        PieceworkError: may be raised, and reaches the caller of the model unchanged. Any other exception does so as a
+            ``PluginError`` that names the plugin.
+
+    Example::
+
+        import torch
+        from piecework import CustomOpImplementation, Limits, hookimpl
+
+        @torch.library.custom_op("foo::norm", mutates_args=())
+        def norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+        @norm.register_fake
+        def _(x: torch.Tensor, eps: float) -> torch.Tensor:
+            return torch.empty_like(x)
+
+        def forward(op, x):
+            return norm(x, op.eps)
+
+        @hookimpl
+        def piecework_custom_op_implementations(op_name, device):
+            limits = Limits(dtypes=(torch.float32, torch.bfloat16), multiples={-1: 8})
+            if op_name == "foo_norm":
+                return [CustomOpImplementation(forward, name="foo::norm", limits=limits, attributes=("eps",))]
+    """
 
 
 @hookspec

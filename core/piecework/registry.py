@@ -7,6 +7,7 @@ import logging
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     import torch
 
     from piecework.capturing import Capturer
+    from piecework.config_checks import CompilationLevel
+    from piecework.custom_op_limits import CustomOpImplementation
     from piecework.pieces import Piece
     from piecework.settings import CompilationConfig
 
@@ -188,6 +191,32 @@ class PluginManager:
         names = (i.origin.name for i in self._implementations if i.hook == hook)
         return tuple(dict.fromkeys(names))
 
+    def custom_op_enabled(
+        self, op_name: str, level: CompilationLevel, config: CompilationConfig
+    ) -> tuple[bool, Origin] | None:
+        """Ask whether a custom op is on, and return the answer with the plugin that gave it; None if nobody did.
+
+        Raises:
+            PluginError: a plugin failed, or answered with something other than a bool or None.
+        """
+        with recording() as given:
+            answer = self._caller.hook.piecework_custom_op_enabled(op_name=op_name, level=level, config=config)
+        # The last one: a wrapper may have changed what it was given.
+        return (answer, given[-1][0].origin) if answer is not None else None
+
+    def custom_op_implementations(
+        self, op_name: str, device: torch.device
+    ) -> tuple[tuple[CustomOpImplementation, Origin], ...]:
+        """Ask all plugins what they bring for a custom op, and return each with its plugin, in the order of asking.
+
+        Raises:
+            PluginError: a plugin failed, or answered with something other than a list of implementations.
+        """
+        with recording() as given:
+            answers = self._caller.hook.piecework_custom_op_implementations(op_name=op_name, device=device)
+        owners = _owners_by_identity(given)
+        return tuple((brought, owners[id(brought)]) for brought in itertools.chain(*answers))
+
     def splitting_ops(self, config: CompilationConfig) -> tuple[tuple[SplittingOp, str], ...]:
         """Ask all plugins where to cut, and return each op with the name of the plugin that named it.
 
@@ -198,15 +227,11 @@ class PluginManager:
         """
         with recording() as given:
             answers = self._caller.hook.piecework_splitting_ops(config=config)
-        # By identity: what a wrapper did to the list must not move an op to another plugin.
-        owners: dict[int, str] = {}
-        for implementation, answer in given:
-            for op in itertools.chain(*answer) if implementation.is_wrapper else answer:
-                owners.setdefault(id(op), implementation.origin.name)
+        owners = _owners_by_identity(given)
         united: list[tuple[SplittingOp, str]] = []
         for op in itertools.chain(*answers):
             if all(op != other for other, _ in united):
-                united.append((op, owners[id(op)]))
+                united.append((op, owners[id(op)].name))
         return tuple(united)
 
     def compile_piece(self, piece: Piece, config: CompilationConfig) -> tuple[CompiledPiece, str] | None:
@@ -297,6 +322,15 @@ class PluginManager:
             )
         known = {info.name: info.distribution or "" for info in self.infos()}
         raise PluginError(f"{setting}={name!r}: {not_installed(name, {**known, own_answer: ''})}")
+
+
+def _owners_by_identity(given: Iterable[tuple[Implementation, Any]]) -> dict[int, Origin]:
+    """Return who named each thing first: what a wrapper does to the list must not move one to another plugin."""
+    owners: dict[int, Origin] = {}
+    for implementation, answer in given:
+        for item in itertools.chain(*answer) if implementation.is_wrapper else answer:
+            owners.setdefault(id(item), implementation.origin)
+    return owners
 
 
 def _own_name(plugin: object) -> str:

@@ -16,7 +16,7 @@ from types import MappingProxyType
 import platformdirs
 
 from piecework.config import CompilationConfig
-from piecework.config_checks import LEVEL_CHOICES, CompilationLevel, Size, find_level, show
+from piecework.config_checks import LEVEL_CHOICES, CompilationLevel, Size, check_custom_ops, find_level, show
 from piecework.errors import ConfigError
 from piecework.process_settings import (
     attention_ops,
@@ -51,11 +51,13 @@ __all__ = [
     "set_compile_context",
     "set_torch_compile_backend",
     "torch_compile_backend",
+    "triton_is_interpreted",
 ]
 
 ENVIRONMENT = (
     "PIECEWORK_LEVEL",
     "PIECEWORK_CONFIG",
+    "PIECEWORK_CUSTOM_OPS",
     "PIECEWORK_PLUGINS",
     "PIECEWORK_CACHE_DIR",
     "PIECEWORK_LOGGING_LEVEL",
@@ -70,8 +72,8 @@ class Settings:
     config: CompilationConfig
     """Its ``level`` is never None."""
     origins: Mapping[str, str]
-    """By field: ``"default"``, ``"set_compilation_config"``, ``"argument"``, ``"PIECEWORK_CONFIG"``
-    or ``"PIECEWORK_LEVEL"``."""
+    """By field: ``"default"``, ``"set_compilation_config"``, ``"argument"``, ``"PIECEWORK_CONFIG"``,
+    ``"PIECEWORK_LEVEL"`` or ``"PIECEWORK_CUSTOM_OPS"``."""
 
     @property
     def level(self) -> CompilationLevel:
@@ -99,6 +101,7 @@ def resolve_settings(argument: CompilationConfig | None, *, default_level: Compi
         "argument": check_config(argument, "config"),
         "PIECEWORK_CONFIG": environment_config(),
         "PIECEWORK_LEVEL": None if level is None else CompilationConfig(level=level),
+        "PIECEWORK_CUSTOM_OPS": environment_custom_ops(),
     }
     values: dict[str, object] = {}
     origins = dict.fromkeys(CompilationConfig.model_fields, "default")
@@ -140,6 +143,17 @@ def environment_config() -> CompilationConfig | None:
     except UnicodeDecodeError as error:
         raise ConfigError(f"PIECEWORK_CONFIG must name a file of UTF-8 text, got {show(text)}: {error}") from error
     return CompilationConfig.from_json(content, source=f"PIECEWORK_CONFIG (file {text!r})")
+
+
+def environment_custom_ops() -> CompilationConfig | None:
+    """Return a config of the tokens in ``PIECEWORK_CUSTOM_OPS``; None if unset."""
+    text = os.environ.get("PIECEWORK_CUSTOM_OPS")
+    return CompilationConfig(custom_ops=check_custom_ops(text, "PIECEWORK_CUSTOM_OPS")) if text else None
+
+
+def triton_is_interpreted() -> bool:
+    """Whether ``TRITON_INTERPRET`` has Triton run kernels on the CPU; Triton itself reads it when it is imported."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 def plugin_selection() -> str | None:

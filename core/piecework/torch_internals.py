@@ -35,11 +35,17 @@ from torch._dynamo.exc import (
 )
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import TensorProperty, TensorPropertySource
+from torch._dynamo.symbolic_convert import tls as dynamo_threads
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.fx.experimental import _config as symbolic_shapes_config
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, ShapeEnv, free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import (
+    ConstraintViolationError,
+    ShapeEnv,
+    free_unbacked_symbols,
+    has_static_value,
+)
 from torch.fx.graph_module import _format_import_block
 from torch.fx.proxy import TraceError
 from torch.jit._builtins import _find_builtin
@@ -68,6 +74,7 @@ __all__ = [
     "TraceError",
     "Unsupported",
     "UserError",
+    "has_static_value",
     "lookup_backend",
     "pytree",
 ]
@@ -93,6 +100,18 @@ def one_trace_for_all_sizes() -> Iterator[None]:
         torch.no_grad(),
     ):
         yield
+
+
+def graph_being_traced() -> OutputGraph | None:
+    """Return the graph that Dynamo is making in this thread, another one after it began anew; None if it is not."""
+    tracer = getattr(dynamo_threads, "current_tx", None)
+    return None if tracer is None else tracer.output
+
+
+def backend_being_traced_for(graph: OutputGraph) -> tuple[str | None, Mapping[str, Any]]:
+    """Return the name of the backend that gets a graph of Dynamo's, and the ``options`` for it."""
+    options = getattr(graph.compiler_fn, "kwargs", {}).get("options") or {}
+    return getattr(graph.compiler_fn, "compiler_name", None), options
 
 
 @contextlib.contextmanager

@@ -16,12 +16,14 @@ from rich.table import Column, Table
 from rich.text import Text
 
 import piecework
-from piecework.errors import ConfigError
+from piecework.errors import PieceworkError
+from piecework.plugins import PluginManager
 from piecework.settings import (
     ENVIRONMENT,
     CompilationLevel,
     attention_ops,
     cache_dir,
+    plugin_selection,
     read_environment,
     resolve_settings,
     torch_compile_backend,
@@ -33,7 +35,7 @@ class EnvRow:
     """One line of the report."""
 
     section: str
-    """``"settings"``, ``"environment"``, ``"process"`` or ``"versions"``."""
+    """``"settings"``, ``"environment"``, ``"process"``, ``"custom ops"`` or ``"versions"``."""
     name: str
     value: Any
     """None for a variable that is not set."""
@@ -44,10 +46,10 @@ class EnvRow:
 def env_command(
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Print each setting with its origin, the environment variables and the versions."""
+    """Print each setting with its origin, the environment variables, custom ops and the versions."""
     try:
         rows = env_rows()
-    except ConfigError as error:
+    except PieceworkError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
     if json:
@@ -59,9 +61,14 @@ def env_command(
 def env_rows() -> list[EnvRow]:
     """Return all lines of the report, section by section.
 
+    Plugins are loaded, as those bring custom ops.
+
     Raises:
         ConfigError: the environment is not usable.
+        PluginError: ``PIECEWORK_PLUGINS`` names a plugin that is not there, or one failed when asked.
     """
+    from piecework.tools.custom_ops import describe_custom_ops  # It needs torch.
+
     settings = resolve_settings(None, default_level=CompilationLevel.NO_COMPILATION)
     rows = [EnvRow("settings", name, value, settings.origins[name]) for name, value in settings.config]
     for name, value in read_environment().items():
@@ -69,6 +76,10 @@ def env_rows() -> list[EnvRow]:
     rows.append(EnvRow("process", "attention_ops", list(attention_ops())))
     rows.append(EnvRow("process", "torch_compile_backend", torch_compile_backend()))
     rows.append(EnvRow("process", "cache_dir", str(cache_dir())))
+    manager = PluginManager()
+    manager.load(selection=plugin_selection(), report=False)
+    for name, described in describe_custom_ops(settings, manager).items():
+        rows.append(EnvRow("custom ops", name, described))
     rows.append(EnvRow("versions", "python", platform.python_version()))
     rows.append(EnvRow("versions", "torch", torch_version()))
     rows.append(EnvRow("versions", "piecework", piecework.__version__))
@@ -112,6 +123,10 @@ def value_as_text(row: EnvRow) -> str:
         return "unset"
     if isinstance(row.value, CompilationLevel):
         return f"{row.value.value} ({row.value.name})"
+    if row.section == "custom ops" and row.value is not None:
+        from piecework.tools.custom_ops import custom_op_as_text  # It needs torch, which is there by now.
+
+        return custom_op_as_text(row.value)
     return row.value if row.section == "versions" and row.value else repr(row.value)
 
 

@@ -7,12 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from piecework.api import forward_of
 from piecework.budget import format_bytes
 from piecework.build import Compiled
 from piecework.compilers import CompiledUniquePiece
 from piecework.config_checks import CompilationLevel
+from piecework.custom_op import CustomOp
+from piecework.custom_op_choice import Choice, by_op_of_process
 from piecework.dedupe import explain_difference
+from piecework.forward import Forward
 from piecework.plan import Plan
 from piecework.plans import Plans
 
@@ -71,6 +76,39 @@ class MemoryReport:
 
 
 @dataclass(frozen=True)
+class CustomOpReport:
+    """What ran the custom ops of one class, where more than one thing did: one of these for each."""
+
+    op_name: str
+    class_name: str
+    device: str
+    implementation: str
+    """``"forward_native"``, another method of the op, or the name that a plugin gives its implementation."""
+    plugin: str | None
+    """Name, distribution and version of the plugin that brought it; None for the op's own methods."""
+    is_on: bool
+    why: str
+    """Who decided that it is on or off: a level, a plugin or a setting."""
+    skipped: Mapping[str, str]
+    """Candidates before it, and why each was not chosen."""
+    num_places: int
+    """Places of the trace, or ops that run untraced."""
+    num_outside: int = 0
+    """Untraced calls that the native body answered, since they were outside of the limits."""
+
+    def lines(self) -> list[str]:
+        """Return the report line by line."""
+        state = f"{'on' if self.is_on else 'off'}: {self.why}"
+        by = self.implementation + (f" of {self.plugin}" if self.plugin is not None else "")
+        where = _count(self.num_places, "place")
+        lines = [f"  custom op {self.op_name} ({self.class_name}) on {self.device}: {by}, {where}; {state}"]
+        lines += [f"    not {name}: {reason}" for name, reason in self.skipped.items()]
+        if self.num_outside:
+            lines.append(f"    {_count(self.num_outside, 'call')} outside of its limits ran by forward_native")
+        return lines
+
+
+@dataclass(frozen=True)
 class Report:
     """What became of a model; ``str()`` gives it as text.
 
@@ -113,6 +151,7 @@ class Report:
     capturer: str | None = None
     memory: MemoryReport | None = None
     dims_not_padded: Mapping[str, str] = ()  # pyright: ignore[reportAssignmentType]
+    custom_ops: tuple[CustomOpReport, ...] = ()
 
     @property
     def num_unique_pieces(self) -> int:
@@ -142,6 +181,7 @@ class Report:
                 lines.append(f"    {piece.name}: {_count(piece.num_nodes, 'node')}, {where}{differs}")
             if (summary := self.why_so_many) is not None:
                 lines.append(f"  {summary}")
+        lines += [line for op in self.custom_ops for line in op.lines()]
         lines += self.capture_lines()
         for relation in self.relations:
             lines.append(f"  holds for {relation}")
@@ -201,12 +241,43 @@ def report(model: Any) -> Report:
         ConfigError: it is none of these.
     """
     forward = forward_of(model, "report")
-    level = forward.settings.level if forward.settings is not None else None
-    compiled = forward.compiled
+    level, compiled = forward.level, forward.compiled
     if compiled is None:
-        return Report(forward.owner, level, stage_seconds={}, num_eager_calls={}, why_eager=forward.why_eager)
-    made = _report(forward.owner, compiled)
+        made = Report(forward.owner, level, stage_seconds={}, num_eager_calls={}, why_eager=forward.why_eager)
+        return replace(made, custom_ops=_custom_ops(forward))
+    made = replace(_report(forward.owner, compiled), custom_ops=_custom_ops(forward))
     return replace(made, **_captures(compiled.plans)) if compiled.plans is not None else made
+
+
+def _custom_ops(forward: Forward) -> tuple[CustomOpReport, ...]:
+    """Return what ran the custom ops of a model; at level 0, whose choices may be those of the process."""
+    choices = forward.custom_ops
+    if choices is None:
+        return ()
+    goes_by_process = forward.level is CompilationLevel.NO_COMPILATION and forward.config is None
+    by_op = by_op_of_process() if goes_by_process else choices.by_op
+    ops = list(by_op)
+    if isinstance(forward.target, torch.nn.Module):
+        ops = [module for module in forward.target.modules() if isinstance(module, CustomOp)]
+    untraced = [by_op[op] for op in ops if op in by_op]
+    places = choices.traced + Counter(one.choice for one in untraced)
+    outside: Counter[Choice] = Counter()
+    for one in untraced:
+        outside[one.choice] += one.num_outside
+    ordered = sorted(places, key=lambda choice: (choice.op_name, choice.op_class.__name__, -places[choice]))
+    return tuple(_custom_op(choice, places[choice], outside[choice]) for choice in ordered)
+
+
+def _custom_op(choice: Choice, num_places: int, num_outside: int) -> CustomOpReport:
+    return CustomOpReport(
+        *(choice.op_name, choice.op_class.__name__, str(choice.device), choice.title),
+        plugin=None if choice.origin is None else str(choice.origin),
+        is_on=choice.verdict.is_on,
+        why=choice.verdict.why,
+        skipped=dict(choice.skipped),
+        num_places=num_places,
+        num_outside=num_outside,
+    )
 
 
 def _captures(plans: Plans) -> dict[str, Any]:

@@ -1,0 +1,174 @@
+"""What plugins bring for custom ops: implementations, and where each may be chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+
+from piecework.config_checks import show
+from piecework.errors import ConfigError
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+Dim = int | Literal["rows"]
+"""A dim of a tensor, counted from the end if negative, or all dims but the last taken together."""
+
+
+class TensorForm(NamedTuple):
+    """What is known of a tensor when an implementation is chosen."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int | None, ...]
+    """None where a dim varies between the calls that the choice is for."""
+
+
+def form_of(tensor: torch.Tensor) -> TensorForm:
+    """Return the form of a tensor that is there, all of whose dims are known."""
+    return TensorForm(tensor.dtype, tensor.device, tuple(tensor.shape))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Limits:
+    """Where an implementation of a custom op may be chosen; outside, the next candidate is looked at.
+
+    All but ``min_capability`` are about the first tensor among the arguments of a call. A dim that varies between the
+    calls of one compilation has no size that could lie within a limit, so that the implementation is skipped there.
+
+    Also a decorator for methods of a ``CustomOp``::
+
+        @Limits(dtypes=(torch.bfloat16, torch.float16), multiples={-1: 8}, sizes={"rows": (1, 512)})
+        def forward_cuda(self, x): ...
+
+    Args:
+        dtypes: the allowed ones; empty: any.
+        sizes: the smallest and the largest allowed size of a dim, None for no bound. Dims are numbers as in
+            ``tensor.size(dim)``, and ``"rows"`` stands for the product of all but the last.
+        multiples: by dim, what its size must be divisible by.
+        min_capability: the least compute capability of a CUDA device, such as ``(9, 0)``; no other device has one.
+
+    Raises:
+        ConfigError: a limit is not of that form.
+    """
+
+    dtypes: Sequence[torch.dtype] = ()
+    sizes: Mapping[Dim, tuple[int | None, int | None]] = field(default_factory=dict)
+    multiples: Mapping[Dim, int] = field(default_factory=dict)
+    min_capability: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dtypes, torch.dtype) or not all(isinstance(dtype, torch.dtype) for dtype in self.dtypes):
+            raise ConfigError(f"Limits: dtypes must be a tuple of torch dtypes, got {show(self.dtypes)}")
+        for dim in (*self.sizes, *self.multiples):
+            if dim != "rows" and (not isinstance(dim, int) or isinstance(dim, bool)):
+                raise ConfigError(f"Limits: a dim must be an integer or 'rows', got {show(dim)}")
+        for dim, bounds in self.sizes.items():
+            if not isinstance(bounds, tuple | list) or len(bounds) != 2:
+                raise ConfigError(f"Limits: sizes[{dim!r}] must be (smallest, largest), got {show(bounds)}")
+        for dim, factor in self.multiples.items():
+            if not isinstance(factor, int) or isinstance(factor, bool) or factor < 1:
+                raise ConfigError(f"Limits: multiples[{dim!r}] must be a positive integer, got {show(factor)}")
+        if self.min_capability is not None and len(self.min_capability) != 2:
+            raise ConfigError(f"Limits: min_capability must be like (9, 0), got {show(self.min_capability)}")
+
+    def __call__(self, function: FunctionT) -> FunctionT:
+        """Give a method of a ``CustomOp`` these limits."""
+        vars(function)["__piecework_limits__"] = self
+        return function
+
+    def refusal_of_device(self, device: torch.device) -> str | None:
+        """Return why not on this device, or None."""
+        if self.min_capability is None:
+            return None
+        needed = "{}.{}".format(*self.min_capability)
+        if device.type != "cuda":
+            return f"it needs a CUDA device of compute capability {needed} or more, and runs on {device.type}"
+        capability = torch.cuda.get_device_capability(device)
+        if capability >= tuple(self.min_capability):
+            return None
+        return "compute capability {}.{}, needed: {} or more".format(*capability, needed)
+
+    def refusal(self, form: TensorForm | None) -> str | None:
+        """Return why not for calls whose first tensor is of this form, or None."""
+        if not (self.dtypes or self.sizes or self.multiples):
+            return None
+        if form is None:
+            return "no argument is a tensor"
+        if self.dtypes and form.dtype not in self.dtypes:
+            return f"dtype {_short(form.dtype)}, allowed: {', '.join(map(_short, self.dtypes))}"
+        for dim, (smallest, largest) in self.sizes.items():
+            size = _size(form.shape, dim)
+            if size is None or size < (smallest or 0) or (largest is not None and size > largest):
+                return f"{_named(dim, size, form)}, allowed: {_range(smallest, largest)}"
+        for dim, factor in self.multiples.items():
+            size = _size(form.shape, dim)
+            if size is None or size % factor:
+                return f"{_named(dim, size, form)}, allowed: multiples of {factor}"
+        return None
+
+    def __str__(self) -> str:
+        parts = [", ".join(map(_short, self.dtypes))] if self.dtypes else []
+        parts += [f"{_name(dim)} {_range(*bounds)}" for dim, bounds in self.sizes.items()]
+        parts += [f"{_name(dim)} a multiple of {factor}" for dim, factor in self.multiples.items()]
+        parts += ["compute capability {}.{} or more".format(*self.min_capability)] if self.min_capability else []
+        return "; ".join(parts)
+
+
+NO_LIMITS = Limits()
+
+
+@dataclass(frozen=True, eq=False)
+class CustomOpImplementation:
+    """What a plugin brings for custom ops of one name.
+
+    Args:
+        function: called as ``function(op, *args, **kwargs)`` with what ``forward_native`` of the op is called with,
+            and must return the same: same form, shapes and dtypes. Dynamo traces it, so that it calls torch ops.
+        name: shown in reports; left out, the function's name.
+        limits: where it may be chosen.
+        attributes: names of attributes that it reads from the op, such as ``("weight", "eps")``; an op without one of
+            them is not given to it.
+    """
+
+    function: Callable[..., Any]
+    name: str = field(default="", kw_only=True)
+    limits: Limits = field(default=NO_LIMITS, kw_only=True)
+    attributes: tuple[str, ...] = field(default=(), kw_only=True)
+
+    @property
+    def title(self) -> str:
+        """Return the name to show."""
+        return self.name or getattr(self.function, "__name__", type(self.function).__name__)
+
+
+def _size(shape: tuple[int | None, ...], dim: Dim) -> int | None:
+    if dim == "rows":
+        product = 1
+        for size in shape[:-1]:
+            if size is None:
+                return None
+            product *= size
+        return product
+    return shape[dim] if -len(shape) <= dim < len(shape) else None
+
+
+def _named(dim: Dim, size: int | None, form: TensorForm) -> str:
+    if size is not None:
+        return f"{_name(dim)} {'are' if dim == 'rows' else 'is'} {size}"
+    if dim != "rows" and not -len(form.shape) <= dim < len(form.shape):
+        return f"there is no {_name(dim)} among {len(form.shape)}"
+    return f"{_name(dim)} {'vary' if dim == 'rows' else 'varies'}"
+
+
+def _name(dim: Dim) -> str:
+    return "rows" if dim == "rows" else f"dim {dim}"
+
+
+def _range(smallest: int | None, largest: int | None) -> str:
+    return f"{smallest or 0} to {largest}" if largest is not None else f"{smallest or 0} or more"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
