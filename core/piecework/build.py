@@ -115,9 +115,10 @@ class Builder:
             return None
         keys = [one.unique.piece.key for one in by_place(compiled)]
         tensors = self.trace.arguments.tensors
+        assert self.forward.custom_ops is not None
         return Plans(
             *(split, self.inputs, {i: tensors[i].path for i in self.inputs.tensor_indices}),
-            *(self.settings.config, pool),
+            *(self.settings.config, pool, self.forward.custom_ops),
             unique=[one.unique for one in compiled],
             pieces=lambda key: Pieces(runs.at(key), keys),
             is_auto=self.forward.is_request,

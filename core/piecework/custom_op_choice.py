@@ -171,14 +171,18 @@ class CustomOpChoices:
     def choose_in_trace(self, op_class: type[CustomOp], call: CallForm, present: tuple[str, ...]) -> Choice:
         """Choose for one place of a graph that Dynamo traces, and count it."""
         choice = self.choose(op_class, call, present)
-        if choice not in self.traced:
-            log_choice(self.owner, choice)
         graph = internals.graph_being_traced()
         if self._graph() is not graph:  # Dynamo may begin a graph anew.
             self._graph, self._in_graph = weakref.ref(graph), Counter()
         self._in_graph[choice] += 1
-        self.traced[choice] = max(self.traced[choice], self._in_graph[choice])
+        self.note(choice, self._in_graph[choice])
         return choice
+
+    def note(self, choice: Choice, num_places: int = 1) -> None:
+        """Keep a choice for the report: made for at least so many places."""
+        if choice not in self.traced:
+            log_choice(self.owner, choice)
+        self.traced[choice] = max(self.traced[choice], num_places)
 
 
 def find_candidates(op_class: type[CustomOp], device: torch.device, manager: PluginManager) -> tuple[Candidate, ...]:

@@ -20,6 +20,7 @@ from piecework.compilers import compile_pieces
 from piecework.config import CompilationConfig
 from piecework.config_checks import CompilationLevel
 from piecework.counting import counters
+from piecework.custom_op_choice import CustomOpChoices
 from piecework.dedupe import deduplicate
 from piecework.errors import CompileError, ConfigError
 from piecework.forward import compile_lock
@@ -86,7 +87,7 @@ def piecework_backend(
             return _called_by_dynamo(line.function, inputs.tensor_indices, list(readers.values()), None)
         pieces = Pieces(runs, [one.unique.piece.key for one in by_place(compiled)])
         plans = Plans(
-            *(split, inputs, _paths(graph), settings.config, pool),
+            *(split, inputs, _paths(graph), settings.config, pool, CustomOpChoices("graph", settings)),
             unique=[one.unique for one in compiled],
             pieces=lambda key: pieces,
             is_auto=True,

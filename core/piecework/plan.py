@@ -12,7 +12,9 @@ from torch.fx import Node
 
 from piecework import torch_internals as internals
 from piecework.capturing import CaptureMemory
+from piecework.copy_inputs import CopyInputs, choose_copy
 from piecework.counting import counters
+from piecework.custom_op_choice import CustomOpChoices
 from piecework.inputs import GraphInputs, Key, Numbers
 from piecework.plan_code import PlanCode, describe_results, plan_code
 from piecework.pool import Pool
@@ -59,6 +61,7 @@ class PlanFunctions:
         inputs: what it is called with.
         statics: which of these are copied.
         pool: where it is captured.
+        choices: what chooses how inputs are copied.
         elsewhere: called as ``elsewhere(variant, *given)`` for calls that a plan can't answer; returns what does.
         while_busy: called in the same way where the pool can't be had; returns the results.
         static_outputs: results are not cloned.
@@ -71,19 +74,20 @@ class PlanFunctions:
         inputs: GraphInputs,
         statics: StaticInputs,
         pool: Pool,
+        choices: CustomOpChoices,
         elsewhere: Callable[..., Callable[..., Any]],
         while_busy: Callable[..., Any],
         *,
         static_outputs: bool,
         name: str,
     ) -> None:
-        self.effects, self.statics, self.pool = split.effects, statics, pool
+        self.effects, self.statics, self.pool, self.choices = split.effects, statics, pool, choices
         self.inputs = replace(inputs, bound={})
         self.elsewhere, self.while_busy = elsewhere, while_busy
         self.static_outputs = static_outputs
         self.name = name
         self.results = describe_results(split, inputs)
-        self.codes: dict[tuple[bool, tuple[int, ...]], PlanCode] = {}
+        self.codes: dict[tuple[bool, bool, tuple[int, ...]], PlanCode] = {}
 
     def function(
         self, variant: Variant, numbers: Numbers, bound: Callable[[], Mapping[Node, torch.Tensor]]
@@ -123,11 +127,22 @@ class PlanFunctions:
             tensors = bound()
             namespace |= {name: tensors[node] for node, name in self.results.bound_names.items()}
         namespace |= {"padding": padding, "zero_padding": internals.foreach_zero_}
-        return self.code(variant.is_padded, tuple(sorted(memory.inputs))).function(namespace)
+        copied = tuple(sorted(memory.inputs))
+        copy = self.copy_at_once([namespace[f"i{index}"] for index in copied])
+        namespace["copy_inputs"] = copy
+        return self.code(variant.is_padded, copy is not None, copied).function(namespace)
 
-    def code(self, is_padded: bool, copied: tuple[int, ...]) -> PlanCode:
+    def copy_at_once(self, destinations: Sequence[torch.Tensor]) -> Callable[..., Any] | None:
+        """Return what copies all inputs together; None where the native copies are written out in the code."""
+        if len(destinations) < 2:
+            return None
+        op = CopyInputs(destinations)
+        choice = choose_copy(op, self.choices)
+        return None if choice.is_native else functools.partial(choice.implementation.function, op)
+
+    def code(self, is_padded: bool, is_copied_at_once: bool, copied: tuple[int, ...]) -> PlanCode:
         """Return the code for plans that copy these inputs, which were others when earlier plans were recorded."""
-        key = (is_padded, copied)
+        key = (is_padded, is_copied_at_once, copied)
         if key not in self.codes:
             tensors = self.statics.tensors
             self.codes[key] = plan_code(
@@ -137,6 +152,7 @@ class PlanFunctions:
                 [tensors[index] for index in sorted(tensors) if index not in copied],
                 self.inputs.written_tensors(self.effects),
                 is_padded=is_padded,
+                is_copied_at_once=is_copied_at_once,
                 static_outputs=self.static_outputs,
                 name=self.name,
             )

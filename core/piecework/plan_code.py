@@ -93,6 +93,7 @@ def plan_code(
     written: Sequence[int],
     *,
     is_padded: bool,
+    is_copied_at_once: bool,
     static_outputs: bool,
     name: str,
 ) -> PlanCode:
@@ -109,13 +110,14 @@ def plan_code(
         held: the inputs that are read and written where the caller has them.
         written: positions of the tensor arguments that the graph writes to.
         is_padded: fewer rows come than the plan has; the others are zeroed at every call.
+        is_copied_at_once: ``copy_inputs`` copies all inputs, rather than one launch per dtype.
         static_outputs: results are the memory itself.
         name: shown in tracebacks.
     """
     parameters = ", ".join([*(f"a{i}" for i in inputs.tensor_indices), *inputs.sizes.variables.values()])
     stale = ["pool.is_busy", "current_stream() != pool.stream and not pool.switch()"]
     stale += [f"a{tensor.index}.data_ptr() != h{tensor.index}" for tensor in held]
-    body = [*_copies(copied, is_padded), "for step in steps:", "    step()"]
+    body = [*_copies(copied, is_padded, is_copied_at_once), "for step in steps:", "    step()"]
     body += _clones(results, static_outputs)
     back = [f"{_source(t)}.copy_(i{t.index})" for t in copied if t.index in written]
     body += [*back, *results.lines]
@@ -147,12 +149,13 @@ def plan_code(
     return PlanCode(compile(source, filename, "exec"), results)
 
 
-def _copies(copied: Sequence[GraphTensor], is_padded: bool) -> list[str]:
-    """Return one launch per dtype, none if all are in place already."""
+def _copies(copied: Sequence[GraphTensor], is_padded: bool, is_copied_at_once: bool) -> list[str]:
+    """Return one launch per dtype, or one for all; none if all are in place already."""
     lines = ["zero_padding(padding)"] if is_padded and copied else []
     by_kind: dict[Any, list[GraphTensor]] = {}
     for tensor in copied:
-        by_kind.setdefault((tensor.fake.dtype, tensor.fake.device), []).append(tensor)
+        kind = None if is_copied_at_once else (tensor.fake.dtype, tensor.fake.device)
+        by_kind.setdefault(kind, []).append(tensor)
     for tensors in by_kind.values():
         moved = " or ".join(f"a{t.index}.data_ptr() != at{t.index}" for t in tensors)
         if len(tensors) == 1:
@@ -161,7 +164,7 @@ def _copies(copied: Sequence[GraphTensor], is_padded: bool) -> list[str]:
         else:
             kept = ", ".join(f"i{t.index}" for t in tensors)
             given = ", ".join(map(_source, tensors))
-            launch = f"copy_all(({kept},), ({given},))"
+            launch = f"copy_inputs({given})" if is_copied_at_once else f"copy_all(({kept},), ({given},))"
         lines += [launch] if is_padded else [f"if {moved}:", f"    {launch}"]
     return lines
 

@@ -12,6 +12,7 @@ import torch
 
 from piecework.captures import Captures
 from piecework.config import CompilationConfig
+from piecework.custom_op_choice import CustomOpChoices
 from piecework.dedupe import UniquePiece
 from piecework.errors import StaleCaptureError
 from piecework.inputs import GraphInputs, Key
@@ -38,6 +39,7 @@ class Plans:
         paths: how the user calls each tensor argument, by position.
         config: the settings.
         pool: where to capture.
+        choices: what chooses custom ops.
         unique: the pieces without repetition.
         pieces: returns what runs at a size, given its key.
         is_auto: what ``capture_sizes=None`` means outside of a compile context.
@@ -52,6 +54,7 @@ class Plans:
         paths: Mapping[int, str],
         config: CompilationConfig,
         pool: Pool,
+        choices: CustomOpChoices,
         *,
         unique: Sequence[UniquePiece],
         pieces: Callable[[Key], Pieces],
@@ -85,7 +88,7 @@ class Plans:
         self.num_recaptures = 0
         self.statics = StaticInputs(inputs, paths, config, pool)
         self.make = PlanFunctions(
-            *(split, inputs, self.statics, pool, self.elsewhere, self.while_busy),
+            *(split, inputs, self.statics, pool, choices, self.elsewhere, self.while_busy),
             static_outputs=config.static_outputs,
             name=owner,
         )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from piecework.config_checks import CompilationLevel
+from piecework.copy_inputs import CopyInputs
 from piecework.custom_op import CustomOp, registered_ops
 from piecework.custom_op_choice import NATIVE, Candidate, find_candidates, why_no_triton
 from piecework.custom_op_switch import decide
@@ -21,7 +22,7 @@ def describe_custom_ops(settings: Settings, manager: PluginManager) -> dict[str,
         settings: of the process; each level is looked at in turn.
         manager: the plugins to ask; those that register ops have been imported.
     """
-    ops = registered_ops()
+    ops = {CopyInputs.op_name: (CopyInputs,), **registered_ops()}
     return {name: _describe(name, classes, settings, manager) for name, classes in ops.items()}
 
 
