@@ -3,6 +3,9 @@
 The layers are those of a Llama (RMSNorm, residuals, a SiLU-gated MLP), only attention is a stand-in that needs no
 cache: ``out = q + k + v``, after the positions were added to q and k. It is a splitting op, so a model of ``n`` layers
 is cut into ``n + 1`` pieces, three of which are unique: the first, the last, and the one that all between share.
+
+Norm and activation are custom ops. Their plain bodies run unless a plugin brings kernels for them: with
+``piecework-triton-ops`` on a CUDA device, below level 3 or with ``PIECEWORK_CUSTOM_OPS=all``.
 """
 
 from __future__ import annotations
@@ -35,6 +38,26 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> N
     """Return nothing, as the op does: its result is what it writes."""
 
 
+class RMSNorm(piecework.CustomOp, op_name="rms_norm"):
+    """Llama's norm, over the last dim."""
+
+    def __init__(self, hidden: int, eps: float = NORM_EPS) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden))
+        self.eps = eps
+
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class SiluAndMul(piecework.CustomOp, op_name="silu_and_mul"):
+    """Gate one half of the last dim by the other."""
+
+    def forward_native(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return nn.functional.silu(gate) * up
+
+
 class Attention(nn.Module):
     """Project, add the positions, and let the splitting op mix q, k and v."""
 
@@ -59,11 +82,11 @@ class MLP(nn.Module):
     def __init__(self, hidden: int, mlp: int) -> None:
         super().__init__()
         self.gate_up_proj = nn.Linear(hidden, 2 * mlp, bias=False)
+        self.activation = SiluAndMul()
         self.down_proj = nn.Linear(mlp, hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(nn.functional.silu(gate) * up)
+        return self.down_proj(self.activation(self.gate_up_proj(x)))
 
 
 class Layer(nn.Module):
@@ -71,9 +94,9 @@ class Layer(nn.Module):
 
     def __init__(self, hidden: int, mlp: int) -> None:
         super().__init__()
-        self.input_norm = nn.RMSNorm(hidden, eps=NORM_EPS)
+        self.input_norm = RMSNorm(hidden)
         self.attention = Attention(hidden)
-        self.post_attention_norm = nn.RMSNorm(hidden, eps=NORM_EPS)
+        self.post_attention_norm = RMSNorm(hidden)
         self.mlp = MLP(hidden, mlp)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -88,7 +111,7 @@ class ToyLlama(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocab, hidden)
         self.layers = nn.ModuleList(Layer(hidden, mlp) for _ in range(num_layers))
-        self.norm = nn.RMSNorm(hidden, eps=NORM_EPS)
+        self.norm = RMSNorm(hidden)
         self.lm_head = nn.Linear(hidden, vocab, bias=False)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
