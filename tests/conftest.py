@@ -7,10 +7,16 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from piecework.counting import counters
 from piecework.plugins import reset_plugin_manager
 from piecework.process_settings import reset_process_settings
+
+if not torch.cuda.is_available():
+    # Triton decides when a kernel is defined whether its interpreter runs it, on a CPU. So this stands here, before any
+    # test module imports Triton, or Inductor does. Where there is a device, kernels are compiled for it.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +32,7 @@ def _reset() -> None:
     reset_plugin_manager()
     reset_process_settings()
     counters.reset()
-    if "torch" in sys.modules:
+    if "torch._dynamo" in sys.modules:
         import torch._dynamo
 
         from piecework.custom_op_choice import reset_choices
@@ -38,8 +44,6 @@ def _reset() -> None:
 @pytest.fixture
 def emulation() -> Iterator[None]:
     """No plugins but those of the test and the capturer that emulates, and no gradients."""
-    import torch
-
     from piecework import testing
 
     with testing.plugins(), torch.no_grad():
@@ -48,10 +52,6 @@ def emulation() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("cuda")]
-    if not marked:
-        return
-    import torch
-
-    if not torch.cuda.is_available():
+    if marked and not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

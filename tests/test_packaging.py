@@ -18,7 +18,12 @@ from dists import ROOT, other_packages, run_child
 
 FOLDERS = [ROOT, *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))]
 FOO = ROOT / "examples" / "piecework-foo"
-OURS = [("cudagraph", "active", 0), ("inductor", "active", 1), ("silly_attention", "active", 2)]
+OURS = [
+    ("triton_ops", "active", 0),  # It has no hooks yet that ask to be last.
+    ("cudagraph", "active", 1),
+    ("inductor", "active", 2),
+    ("silly_attention", "active", 3),
+]
 
 
 class Environment:
@@ -76,6 +81,7 @@ def test_each_wheel_holds_its_own_package_and_nothing_else(wheels: dict[str, Pat
         "piecework_cudagraph",
         "piecework_inductor",
         "piecework_silly_attention",
+        "piecework_triton_ops",
     }
     for name, wheel in wheels.items():
         with zipfile.ZipFile(wheel) as archive:
@@ -147,7 +153,7 @@ def test_third_party_template_is_found_ordered_blocked_and_gone(tmp_path: Path, 
     assert environment.plugins() == OURS
 
 
-@pytest.mark.parametrize("module", ["piecework", "piecework_cudagraph", "piecework_inductor"])
+@pytest.mark.parametrize("module", ["piecework", "piecework_cudagraph", "piecework_inductor", "piecework_triton_ops"])
 def test_importing_is_light(module: str) -> None:
     code = (
         f"import sys, {module}; print([m for m in sys.modules if m.startswith(('torch._inductor', 'triton', 'tran'))])"
@@ -171,4 +177,4 @@ def test_plugins_import_only_the_public_api(folder: Path) -> None:
 
 def test_core_names_no_plugin() -> None:
     for path in (ROOT / "core").rglob("*.py"):
-        assert not re.search(r"piecework[_-](cudagraph|inductor|silly)", path.read_text()), path
+        assert not re.search(r"piecework[_-](cudagraph|inductor|silly|triton)", path.read_text()), path
