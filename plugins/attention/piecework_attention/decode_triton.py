@@ -214,7 +214,8 @@ def _decode(
         block = tl.load(table_row + column.to(tl.int64) * table_column_stride, mask=has_new, other=-1)
         has_new = has_new & (block >= 0) & (block < num_blocks)
         block = block.to(tl.int64)
-        is_new = in_dim & has_new
+        # Not `in_dim & has_new`: the interpreters of Triton 3.6 to 3.9 make an int8 of a bool that becomes a vector.
+        is_new = dim < tl.where(has_new, HEAD_DIM, 0)
         k_new = tl.load(k_pointer + row * k_row_stride + kv_head * k_head_stride + dim, mask=is_new, other=0.0)
         v_new = tl.load(v_pointer + row * v_row_stride + kv_head * v_head_stride + dim, mask=is_new, other=0.0)
         key_head = key_cache_pointer + kv_head.to(tl.int64) * key_head_stride
@@ -224,7 +225,7 @@ def _decode(
         products = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], axis=1)
         # Not minus infinity, which less itself is NaN.
         largest = tl.where(has_new, _score(products, scale, soft_cap, HAS_CAP), -1.0e30)
-        total = tl.where(has_new & in_group, 1.0, 0.0)
+        total = tl.where(has_new, in_group.to(tl.float32), 0.0)
         found = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32) + v_new.to(tl.float32)[None, :]
 
         for token in range(start, tl.minimum(start + part, end), BLOCK_TOKENS):
@@ -258,7 +259,7 @@ def _decode(
             largest = larger
 
         if NUM_SPLITS == 1:
-            result = tl.where(total[:, None] > 0, found / total[:, None], 0.0)
+            result = found / tl.where(total > 0, total, 1.0)[:, None]  # Zeros, where nothing is seen.
             tl.store(
                 out_pointer + row * out_row_stride + head[:, None].to(tl.int64) * out_head_stride + dim[None, :],
                 result.to(out_pointer.dtype.element_ty),
@@ -310,7 +311,7 @@ def _combine(
         other=0.0,
     )
     summed = tl.sum(total * share, axis=0)
-    result = tl.where(summed > 0, tl.sum(found * share[:, None], axis=0) / summed, 0.0)
+    result = tl.sum(found * share[:, None], axis=0) / tl.where(summed > 0, summed, 1.0)
     tl.store(
         out_pointer + row * out_row_stride + head.to(tl.int64) * out_head_stride + dim,
         result.to(out_pointer.dtype.element_ty),
