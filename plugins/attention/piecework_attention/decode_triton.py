@@ -228,13 +228,23 @@ def _decode(
         total = tl.where(has_new, in_group.to(tl.float32), 0.0)
         found = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32) + v_new.to(tl.float32)[None, :]
 
-        for token in range(start, tl.minimum(start + part, end), BLOCK_TOKENS):
+        # Blocks are looked up a tile ahead. Looked up in their own turn, they would use up the stages of the software
+        # pipeline (Triton 3.6 to 3.9), and no tile of keys would be under way while another one is at work.
+        stop = tl.minimum(start + part, end)
+        position = start + tl.arange(0, BLOCK_TOKENS)
+        ahead = tl.load(
+            table_row + (position // BLOCK_SIZE).to(tl.int64) * table_column_stride, mask=position < stop, other=-1
+        )
+        for token in range(start, stop, BLOCK_TOKENS):
             position = token + tl.arange(0, BLOCK_TOKENS)
-            is_read = position < end
-            block_of = tl.load(
-                table_row + (position // BLOCK_SIZE).to(tl.int64) * table_column_stride, mask=is_read, other=-1
+            block_of = ahead
+            is_read = (position < stop) & (block_of >= 0) & (block_of < num_blocks)
+            following = position + BLOCK_TOKENS
+            ahead = tl.load(
+                table_row + (following // BLOCK_SIZE).to(tl.int64) * table_column_stride,
+                mask=following < stop,
+                other=-1,
             )
-            is_read = is_read & (block_of >= 0) & (block_of < num_blocks)
             block_of = block_of.to(tl.int64)
             slot_of = position % BLOCK_SIZE
             is_kv = is_read[:, None] & in_dim[None, :]
