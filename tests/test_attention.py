@@ -171,10 +171,19 @@ def test_the_only_host_copy_is_one_list(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: lists.append(tensor.shape) or tolist(tensor))
     batch = make_batch([3, 5, 1, 3], [6, 0, 11, 6])
     lists.clear()
-    cache = packed.PackedCache(*batch.cache.values())
+    cache = packed.PackedCache(batch.key_cache, batch.value_cache, batch.block_table, batch.lengths)
     with CountsHostCopies() as counts:
         packed.packed_attention(
-            *(*batch.new, batch.query_starts, cache), scale=0.5, causal=True, window=3, soft_cap=0.0
+            batch.q,
+            batch.k,
+            batch.v,
+            batch.out,
+            batch.query_starts,
+            cache,
+            scale=0.5,
+            causal=True,
+            window=3,
+            soft_cap=0.0,
         )
     assert lists == [(5 + 4 + 4,)]
     assert counts.num_reads == 0
@@ -264,5 +273,7 @@ def test_importing_the_plugin_is_light() -> None:
 
 def test_the_reference_is_attention() -> None:
     q, k, v = (torch.randn(5, 2, 8, dtype=torch.float64) for _ in range(3))
-    by_torch = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(0, 1) for x in (q, k, v)), is_causal=True)
+    by_heads = (x.transpose(0, 1) for x in (q, k, v))
+    attend: Any = torch.nn.functional.scaled_dot_product_attention
+    by_torch = attend(*by_heads, is_causal=True)
     torch.testing.assert_close(reference(q, k, v), by_torch.transpose(0, 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ class Packed(nn.Module):
         block_table: torch.Tensor,
         lengths: torch.Tensor,
     ) -> torch.Tensor:
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(cast("list[Layer]", self.layers)):
             q, k, v = layer.heads(x)
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             cache = {"key_cache": keys[index], "value_cache": values[index]}
@@ -81,7 +81,7 @@ class Decoding(nn.Module):
         keys: list[torch.Tensor],
         values: list[torch.Tensor],
     ) -> torch.Tensor:
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(cast("list[Layer]", self.layers)):
             q, k, v = layer.heads(x)
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             cache = keys[index], values[index], block_table, lengths

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -66,7 +67,7 @@ def check(batch: Batch, **options: Any) -> None:
     assert not batch.out[[not is_active for is_active in active]].any()
     expected = torch.zeros(batch.out.shape, dtype=torch.float64)
     for row in [row for row, is_active in enumerate(active) if is_active]:
-        one = Batch(**vars(batch) | {"q": batch.q[row : row + 1]})
+        one = dataclasses.replace(batch, q=batch.q[row : row + 1])
         one.query_starts = torch.tensor([0, 1])
         one.keys, one.values, one.out = [batch.keys[row]], [batch.values[row]], batch.out[row : row + 1]
         expected[row] = one.expected(**options)[0]
@@ -134,7 +135,7 @@ def test_missing_blocks_are_neither_written_nor_seen(decoder: Decode, device: st
     written = (batch.key_cache != before) & ~(batch.key_cache.isnan() & before.isnan())
     assert written.flatten(2).any(dim=2).nonzero().tolist() == [[batch.block_table[0, 2].item(), 0]]
     for row, kept in enumerate([[*range(4), 8], range(8), range(8)]):
-        one = Batch(**vars(batch))
+        one = dataclasses.replace(batch)
         one.q, one.query_starts = batch.q[row : row + 1], torch.tensor([0, 1])
         one.keys, one.values = [batch.keys[row][list(kept)]], [batch.values[row][list(kept)]]
         one.out = batch.out[row : row + 1]
@@ -158,10 +159,10 @@ def test_no_rows_no_table_no_blocks(decoder: Decode) -> None:
     decode(decoder, make_decoding([]))
     batch = make_decoding([3, 2])
     for changes in ({"block_table": batch.block_table[:, :0]}, {"lengths": batch.lengths * 0}):
-        one = Batch(**vars(batch) | changes)
+        one = dataclasses.replace(batch, **changes)
         decode(decoder, one)
         assert not one.out.any()
-    one = Batch(**vars(batch) | {"key_cache": batch.key_cache[:0], "value_cache": batch.value_cache[:0]})
+    one = dataclasses.replace(batch, key_cache=batch.key_cache[:0], value_cache=batch.value_cache[:0])
     one.out.fill_(math.nan)
     decode(decoder, one)
     assert not one.out.any()
@@ -248,8 +249,14 @@ def chosen(**changes: int) -> DecodeLaunch:
 
 
 def test_few_rows_are_split_more_than_many() -> None:
-    assert chosen().num_splits > chosen(rows=8).num_splits > chosen(rows=64).num_splits >= 1
+    assert chosen().num_splits > chosen(rows=8).num_splits > chosen(rows=64).num_splits > 1
     assert chosen(rows=1000).num_splits == 1
+
+
+def test_programs_fill_the_device_once_or_several_times() -> None:
+    for rows in range(1, 200):
+        num_programs = chosen(rows=rows).num_splits * rows * 8
+        assert 0.75 * 396 <= num_programs <= 396 or num_programs >= 4 * 396
 
 
 def test_short_tables_are_not_split() -> None:

@@ -12,7 +12,10 @@ MIN_SPLIT_TOKENS = 256
 """Below it, combining what the splits found takes longer than reading the tokens in turn."""
 MAX_SPLITS = 128
 """The combining kernel holds all splits of a head at once."""
-PROGRAMS_PER_MULTIPROCESSOR = 4
+PROGRAMS_PER_MULTIPROCESSOR = 3
+"""That run at the same time: the tiles of one take up to a third of its shared memory."""
+MIN_WAVES = 4
+"""Where there are more programs than run at once: the last of few waves would leave much of the device idle."""
 TILE_BYTES = 16 * 1024
 """Of keys, and again of values, that a program reads at a time; several tiles are on their way at once."""
 
@@ -50,7 +53,8 @@ def decode_launch(
         num_multiprocessors: of the device.
     """
     block_tokens = min(128, max(16, TILE_BYTES // (power_of_two(head_dim) * itemsize)))
-    wanted = _ceil_div(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors, max(1, rows * kv_heads))
+    at_once, whole = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors, max(1, rows * kv_heads)
+    wanted = at_once // whole if at_once >= MIN_WAVES * whole else _ceil_div(MIN_WAVES * at_once, whole)
     num_splits = max(1, min(wanted, capacity // MIN_SPLIT_TOKENS, MAX_SPLITS))
     return DecodeLaunch(num_splits=num_splits, block_tokens=block_tokens)
 
