@@ -16,7 +16,9 @@ from piecework_attention import AttentionError, BlockCache
 
 def make_cache(**settings: Any) -> BlockCache:
     shape: dict[str, Any] = {"num_layers": 2, "num_blocks": 6, "block_size": 4, "kv_heads": 2, "head_dim": 8}
-    return BlockCache(**shape | {"max_sequences": 3, "max_length": 14} | settings)
+    shape |= {"max_sequences": 3, "max_length": 14}
+    shape.update(settings)
+    return BlockCache(**shape)
 
 
 def held_blocks(cache: BlockCache) -> list[list[int]]:
