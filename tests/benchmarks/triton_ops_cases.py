@@ -83,8 +83,8 @@ def rows_of_blocks(hidden: int) -> Iterator[Launch]:
 
 def tiles(hidden: int) -> Iterator[Launch]:
     """Parts of a row."""
-    for block, num_warps in itertools.product((256, 512, 1024, 2048, 4096), (1, 2, 4, 8)):
-        if block <= next_power_of_2(hidden) and 4 <= block // (32 * num_warps) <= 32:
+    for block, num_warps in itertools.product((128, 256, 512, 1024, 2048, 4096), (1, 2, 4, 8)):
+        if block <= next_power_of_2(hidden) and 1 <= block // (32 * num_warps) <= 32:
             yield Launch(num_warps=num_warps, block=block)
 
 

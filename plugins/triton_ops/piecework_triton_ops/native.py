@@ -85,7 +85,8 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool
 def quantize_dynamic(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise each row by its own scale, with the arithmetic of the op of this name, bit for bit in eager mode."""
     value = x.float()
-    scale = (value.abs().amax(-1, keepdim=True) / largest(dtype)).clamp(min=torch.finfo(torch.float32).tiny)
+    # As a product: eager PyTorch divides by a number on a CPU, and multiplies by its inverse on CUDA.
+    scale = (value.abs().amax(-1, keepdim=True) * (1.0 / largest(dtype))).clamp(min=torch.finfo(torch.float32).tiny)
     return _quantized(value, scale, dtype), scale
 
 

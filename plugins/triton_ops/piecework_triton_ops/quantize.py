@@ -236,7 +236,7 @@ def _magnitude(x):
 @jit
 def _scale_of(magnitude, LARGEST: tl.constexpr):
     """Return the scale of rows from the bits of their largest element."""
-    scale = tl.div_rn(magnitude.to(tl.float32, bitcast=True), LARGEST)
+    scale = magnitude.to(tl.float32, bitcast=True) * (1.0 / LARGEST)
     return tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)  # As written, it keeps NaN.
 
 
