@@ -18,12 +18,8 @@ from dists import ROOT, other_packages, run_child
 
 FOLDERS = [ROOT, *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))]
 FOO = ROOT / "examples" / "piecework-foo"
-OURS = [
-    ("triton_ops", "active", 0),  # It has no hooks yet that ask to be last.
-    ("cudagraph", "active", 1),
-    ("inductor", "active", 2),
-    ("silly_attention", "active", 3),
-]
+NAMES = ("attention", "cudagraph", "inductor", "silly_attention", "triton_ops")
+OURS = [(name, "active", order) for order, name in enumerate(NAMES)]
 
 
 class Environment:
@@ -78,6 +74,7 @@ def metadata(wheel: Path, name: str) -> str:
 def test_each_wheel_holds_its_own_package_and_nothing_else(wheels: dict[str, Path]) -> None:
     assert set(wheels) == {
         "piecework",
+        "piecework_attention",
         "piecework_cudagraph",
         "piecework_inductor",
         "piecework_silly_attention",
@@ -140,7 +137,7 @@ def test_third_party_template_is_found_ordered_blocked_and_gone(tmp_path: Path, 
     environment.pip_install(str(copy))
     assert ("foo", "active", 0) in environment.plugins()
     order = json.loads(environment.run("-m", "piecework", "plugins", "--json"))["order"]
-    assert order["piecework_splitting_ops"] == ["foo", "silly_attention"]
+    assert order["piecework_splitting_ops"] == ["foo", "attention", "silly_attention"]
     assert order["piecework_compile_piece"][0] == "foo"
     order = environment.run("-m", "piecework", "plugins", PIECEWORK_PLUGINS="silly_attention,foo")
     assert "piecework_splitting_ops: silly_attention, foo\n" in order
@@ -153,7 +150,10 @@ def test_third_party_template_is_found_ordered_blocked_and_gone(tmp_path: Path, 
     assert environment.plugins() == OURS
 
 
-@pytest.mark.parametrize("module", ["piecework", "piecework_cudagraph", "piecework_inductor", "piecework_triton_ops"])
+@pytest.mark.parametrize(
+    "module",
+    ["piecework", "piecework_attention", "piecework_cudagraph", "piecework_inductor", "piecework_triton_ops"],
+)
 def test_importing_is_light(module: str) -> None:
     code = (
         f"import sys, {module}; print([m for m in sys.modules if m.startswith(('torch._inductor', 'triton', 'tran'))])"
@@ -177,4 +177,4 @@ def test_plugins_import_only_the_public_api(folder: Path) -> None:
 
 def test_core_names_no_plugin() -> None:
     for path in (ROOT / "core").rglob("*.py"):
-        assert not re.search(r"piecework[_-](cudagraph|inductor|silly|triton)", path.read_text()), path
+        assert not re.search(r"piecework[_-](attention|cudagraph|inductor|silly|triton)", path.read_text()), path
