@@ -375,6 +375,37 @@ def test_threads_call_ops_for_the_first_time_at_once() -> None:
     assert not failures, failures
 
 
+def test_limits_may_be_about_a_named_argument() -> None:
+    class Mix(CustomOp, op_name="test_mix"):
+        def forward_native(self, ids: torch.Tensor, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+            note_traced("native")
+            return x + ids
+
+    def mix(op: Any, ids: torch.Tensor, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        note_traced("kernel")
+        return x + ids
+
+    ids, x = torch.arange(3), torch.randn(3)
+
+    def bodies(argument: str, *args: Any, **kwargs: Any) -> list[str]:
+        limits = Limits(dtypes=(torch.float32,), argument=argument)
+        brings = plugin("fast", CustomOpImplementation(mix, limits=limits), op_name="test_mix")
+        ran.clear()
+        with testing.plugins(brings):
+            op = Mix()
+            torch.testing.assert_close(op(*args, **kwargs), args[1] + ids)
+            piecework.compile(Mix(), config=config(2))(*args, **kwargs)
+            torch.testing.assert_close(op(ids, x.double()), x.double() + ids)
+        return ran.copy()
+
+    assert bodies("x", ids, x) == ["kernel", "kernel", "native"]
+    assert bodies("x", ids, x, y=x) == ["kernel", "kernel", "native"]
+    assert bodies("x", ids, x.double()) == ["native", "native", "native"]
+    assert bodies("y", ids, x) == ["native", "native", "native"]
+    assert bodies("z", ids, x) == ["native", "native", "native"]
+    assert bodies("ids", ids, x) == ["native", "native", "native"]
+
+
 # --- other front ends -----------------------------------------------------------------------------
 
 

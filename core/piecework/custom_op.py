@@ -27,7 +27,7 @@ from piecework.custom_op_choice import (
     forget_op,
     log_choice,
 )
-from piecework.custom_op_limits import TensorForm
+from piecework.custom_op_limits import TensorForm, form_of
 from piecework.custom_op_switch import report_names
 from piecework.errors import ConfigError, PieceworkError
 from piecework.settings import resolve_settings
@@ -154,7 +154,7 @@ def _choose_untraced(op: CustomOp, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _form_of(value: Any) -> TensorForm | None:
-    return TensorForm(value.dtype, value.device, tuple(value.shape)) if isinstance(value, torch.Tensor) else None
+    return form_of(value) if isinstance(value, torch.Tensor) else None
 
 
 def _compiled_native(op: CustomOp) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ import torch
 
 from piecework import torch_internals as internals
 from piecework.config_checks import CompilationLevel
-from piecework.custom_op_limits import NO_LIMITS, CustomOpImplementation, TensorForm
+from piecework.custom_op_limits import NO_LIMITS, CustomOpImplementation, TensorForm, form_of
 from piecework.custom_op_switch import Verdict, decide
 from piecework.errors import PieceworkError
 from piecework.plugins import plugin_manager
@@ -203,13 +203,16 @@ def why_not(implementation: CustomOpImplementation, call: CallForm, present: tup
     missing = [name for name in implementation.attributes if name not in present]
     if missing:
         return f"the op has no attribute {', '.join(map(repr, missing))}"
+    limits, form = implementation.limits, call.first
     try:
-        inspect.signature(implementation.function).bind(None, *call.args, **dict(call.kwargs))
-    except TypeError as error:
+        bound = inspect.signature(implementation.function).bind(None, *call.args, **dict(call.kwargs))
+    except (TypeError, ValueError) as error:  # The latter where a function has no signature.
         return f"it can't be called as the op is: {error}"
-    except ValueError:
-        pass  # It has no Python signature, as functions written in C.
-    return implementation.limits.refusal_of_device(call.device) or implementation.limits.refusal(call.first)
+    if limits.argument is not None:
+        if limits.argument not in bound.signature.parameters:
+            return f"its limits are about {limits.argument!r}, which is none of its parameters"
+        form = bound.arguments.get(limits.argument)
+    return limits.refusal_of_device(call.device) or limits.refusal(form)
 
 
 def why_no_triton(device: torch.device) -> str | None:
@@ -248,17 +251,20 @@ class UntracedOp:
         """Called with the op first: its native body, or that compiled by itself."""
         self.num_outside = 0
         """Calls that the native body answered, since they were outside of the limits."""
+        self.argument = choice.implementation.limits.argument
+        self.position = -1
+        """Where the tensor that the limits are about stands among the positional arguments, if it is named."""
+        if self.argument is not None:
+            parameters = inspect.signature(choice.implementation.function).parameters
+            self.position = list(parameters).index(self.argument) - 1
         self.run = native if choice.is_native else self.run_within_limits
 
     def run_within_limits(self, op: CustomOp, *args: Any, **kwargs: Any) -> Any:
         """Answer a call by what was chosen, if it was made for such a call."""
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Tensor):
-                first: torch.Tensor | None = value
-                break
-        else:
-            first = None
-        form = None if first is None else TensorForm(first.dtype, first.device, tuple(first.shape))
+        given = (*args, *kwargs.values())
+        if self.argument is not None:
+            given = (args[self.position] if self.position < len(args) else kwargs.get(self.argument),)
+        form = next((form_of(value) for value in given if isinstance(value, torch.Tensor)), None)
         is_there = form is None or form.device == self.choice.device
         if is_there and self.choice.implementation.limits.refusal(form) is None:
             return self.choice.implementation.function(op, *args, **kwargs)

@@ -34,8 +34,9 @@ def form_of(tensor: torch.Tensor) -> TensorForm:
 class Limits:
     """Where an implementation of a custom op may be chosen; outside, the next candidate is looked at.
 
-    All but ``min_capability`` are about the first tensor among the arguments of a call. A dim that varies between the
-    calls of one compilation has no size that could lie within a limit, so that the implementation is skipped there.
+    All but ``min_capability`` are about one tensor among the arguments of a call, the first if none is named. A dim
+    that varies between the calls of one compilation has no size that could lie within a limit, so that the
+    implementation is skipped there.
 
     Also a decorator for methods of a ``CustomOp``::
 
@@ -47,6 +48,7 @@ class Limits:
         sizes: the smallest and the largest allowed size of a dim, None for no bound. Dims are numbers as in
             ``tensor.size(dim)``, and ``"rows"`` stands for the product of all but the last.
         multiples: by dim, what its size must be divisible by.
+        argument: the name of the parameter whose tensor is looked at.
         min_capability: the least compute capability of a CUDA device, such as ``(9, 0)``; no other device has one.
 
     Raises:
@@ -56,6 +58,7 @@ class Limits:
     dtypes: Sequence[torch.dtype] = ()
     sizes: Mapping[Dim, tuple[int | None, int | None]] = field(default_factory=dict)
     multiples: Mapping[Dim, int] = field(default_factory=dict)
+    argument: str | None = None
     min_capability: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -91,11 +94,11 @@ class Limits:
         return "compute capability {}.{}, needed: {} or more".format(*capability, needed)
 
     def refusal(self, form: TensorForm | None) -> str | None:
-        """Return why not for calls whose first tensor is of this form, or None."""
+        """Return why not for calls whose tensor is of this form, or None."""
         if not (self.dtypes or self.sizes or self.multiples):
             return None
         if form is None:
-            return "no argument is a tensor"
+            return "no argument is a tensor" if self.argument is None else f"{self.argument} is no tensor"
         if self.dtypes and form.dtype not in self.dtypes:
             return f"dtype {_short(form.dtype)}, allowed: {', '.join(map(_short, self.dtypes))}"
         for dim, (smallest, largest) in self.sizes.items():
