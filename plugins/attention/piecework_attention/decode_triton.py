@@ -26,8 +26,8 @@ import triton.language as tl
 from piecework_attention.launch import DecodeLaunch, decode_launch, power_of_two
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-_COMBINE_TILE = 8192
-"""Numbers that the combining kernel holds at once at most, per program."""
+_COMBINE_TILE = 2048
+"""Numbers that the combining kernel holds at once at most, per program: few, so that there are many programs."""
 
 
 def decode_attention_triton(
