@@ -4,8 +4,9 @@ Device times are those of a captured forward: each contender is captured in a CU
 calls, and graphs are replayed in turns. Calls go round several sets of inputs, as many as fill the L2 cache twice, up
 to 16; results are kept during the capture, so that each call has its own memory. Inputs of a few rows stay in the cache
 all the same, as in a model, where the layer before has just written them. A time has the gap between two kernels in it,
-about 1 us. Host times are those of plain calls, uncaptured. Every contender's results are first compared with float64.
-Compiling Inductor's version for each size takes most of the time.
+about 1 us. A copy of as many bytes is measured by ``copy_``, whose speed depends on addresses and sizes, and by an
+elementwise op of torch; the faster one counts. Host times are those of plain calls, uncaptured. Every contender's
+results are first compared with float64. Compiling Inductor's version for each size takes most of the time.
 
     python tests/benchmarks/bench_triton_ops.py [--json FILE] [--check] [--quick] [--tune] [--ops NAME ...]
 
@@ -18,6 +19,7 @@ import argparse
 import dataclasses
 import gc
 import json
+import math
 import os
 import platform
 import statistics
@@ -37,7 +39,7 @@ import triton  # noqa: E402
 from triton_ops_cases import OPS, Case, Tensors  # noqa: E402
 
 from piecework_triton_ops.copy import copy_tensors_, prepare_copy  # noqa: E402
-from piecework_triton_ops.launching import Launch  # noqa: E402
+from piecework_triton_ops.launching import Launch, ceil_div  # noqa: E402
 
 DEVICE = torch.device("cuda:0" if IS_CUDA else "cpu")
 ROWS = (1, 16, 128, 1024, 4096, 16384)
@@ -49,6 +51,12 @@ LEAST_BYTES_OF_SHARE = 64 << 20
 LEAST_SHARE = 0.85
 MOST_OF_INDUCTOR = 1.05
 """Of Inductor's time: what counts as no slower, since times of a few microseconds differ by so much from run to run."""
+
+
+COPIES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "copy": lambda source: torch.empty_like(source).copy_(source),
+    "elementwise copy": torch.bitwise_not,
+}
 
 
 @dataclass(frozen=True)
@@ -63,9 +71,14 @@ class Figures:
     host_us: Mapping[str, float]
 
     @property
+    def copy_us(self) -> float:
+        """Return the time of the faster copy."""
+        return min(self.device_us.get(name, math.nan) for name in COPIES)
+
+    @property
     def share(self) -> float | None:
         """Return the bytes per second as a share of the copy's."""
-        return self._ratio("copy", "kernel")
+        return self.copy_us / self.device_us["kernel"] if "kernel" in self.device_us else None
 
     @property
     def to_inductor(self) -> float | None:
@@ -181,9 +194,9 @@ def measure(case: Case) -> Figures:
     for name, one in contenders.items():
         case.check(name, sets[0], one.call(*sets[0]))
     num_bytes = bytes_moved(case, sets[0])
-    half = [(torch.empty(max(1, num_bytes // 2), dtype=torch.uint8, device=DEVICE),) for _ in sets]
-    copy = Contender(lambda source: torch.empty_like(source).copy_(source), half)
-    device_us = device_times({**contenders, "copy": copy})
+    half = [(torch.zeros(ceil_div(num_bytes, 16), dtype=torch.int64, device=DEVICE),) for _ in sets]
+    copies = {name: Contender(copy, half) for name, copy in COPIES.items()}
+    device_us = device_times({**contenders, **copies})
     return Figures(op.name, case.rows, case.hidden, num_bytes, device_us, host_times(contenders))
 
 
@@ -264,14 +277,14 @@ def report(figures: Figures) -> str:
     """Return a row of the table."""
     times = figures.device_us
     gigabytes = figures.num_bytes / times["kernel"] / 1e3
-    columns = [times["kernel"], *(times.get(name, float("nan")) for name in ("inductor", "eager", "copy"))]
+    columns = [times["kernel"], *(times.get(name, math.nan) for name in ("inductor", "eager")), figures.copy_us]
     ratios = [figures.share, figures.to_inductor, figures.to_eager]
     return (
         f"{figures.op:<22}{figures.rows:>6}{figures.hidden:>6}{figures.num_bytes / 1e6:>10.2f}"
         + "".join(f"{value:>10.2f}" for value in columns)
         + f"{gigabytes:>8.0f}"
         + "".join(f"{'-' if value is None else format(value, '.2f'):>7}" for value in ratios)
-        + f"{figures.host_us['kernel']:>8.1f}{figures.host_us.get('inductor', float('nan')):>8.1f}"
+        + f"{figures.host_us['kernel']:>8.1f}{figures.host_us.get('inductor', math.nan):>8.1f}"
     )
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from piecework_triton_ops.launching import Launch, bound_launcher, ceil_div, on_device
 from piecework_triton_ops.library import INTERPRETED, jit, register
 
-__all__ = ["MAX_TENSORS", "copy_launch", "copy_tensors_", "prepare_copy"]
+__all__ = ["COPY_LAUNCH", "MAX_TENSORS", "copy_tensors_", "prepare_copy"]
 
 MAX_TENSORS = 8
 """Pairs in one launch; each number of them is a kernel of its own."""
@@ -31,7 +31,7 @@ def copy_tensors_(
     Args:
         destinations: all on one device.
         sources: as many, each with the shape, dtype and device of its destination.
-        launch: in place of ``copy_launch``.
+        launch: in place of ``COPY_LAUNCH``.
 
     Raises:
         TypeError: dtypes differ.
@@ -61,7 +61,7 @@ def prepare_copy(
         is_checked: whether each call looks at its sources, and leaves unusual ones to ``copy_tensors_``, which copies
             or refuses them. Without it the caller promises the number, shapes, dtypes and device of the destinations
             and contiguous memory: what is given then is copied by address.
-        launch: in place of ``copy_launch``.
+        launch: in place of ``COPY_LAUNCH``.
 
     Raises:
         ValueError: a destination isn't contiguous, or devices differ.
@@ -81,9 +81,8 @@ def prepare_copy(
     return groups[0] if len(groups) == 1 else _in_turn(destinations, groups)
 
 
-def copy_launch(num_bytes: int) -> Launch:
-    """Choose the constants for so many bytes in all; ``block`` counts words, of 16 bytes where alignment permits."""
-    return Launch(num_warps=4, block=512 if num_bytes >= 1 << 22 else 128)
+COPY_LAUNCH = Launch(num_warps=4, block=128)
+"""The constants; ``block`` counts words, of 16 bytes where alignment permits."""
 
 
 def _prepare_group(
@@ -91,7 +90,7 @@ def _prepare_group(
 ) -> Callable[..., None]:
     sizes = tuple(destination.nbytes for destination in destinations)
     addresses = tuple(destination.data_ptr() for destination in destinations)
-    constants = launch or copy_launch(sum(sizes))
+    constants = launch or COPY_LAUNCH
     word = _word(addresses)
     start = _launcher(destinations[0].device, len(destinations), word, constants)
     num_programs = _num_programs(sizes, word, constants)
@@ -144,7 +143,7 @@ def _copy_bytes(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], launch: Laun
     """Copy up to ``MAX_TENSORS`` contiguous pairs that hold something."""
     sizes = tuple(destination.nbytes for destination, _ in pairs)
     to, given = (tuple(pair[side].data_ptr() for pair in pairs) for side in (0, 1))
-    constants = launch or copy_launch(sum(sizes))
+    constants = launch or COPY_LAUNCH
     word = _word((*to, *given))
     num_programs = _num_programs(sizes, word, constants)
     if INTERPRETED:  # Addresses mean nothing to it.

@@ -2,7 +2,7 @@
 
 Arithmetic, all in float32, each step rounded to nearest as IEEE 754 says, so that plain PyTorch agrees bit for bit:
 
-- ``scale = max(amax(abs(x)) / largest, 2**-126)``, a division; ``largest`` is 127, 448 (float8_e4m3fn) or 57344
+- ``scale = max(amax(abs(x)) * (1 / largest), 2**-126)``; ``largest`` is 127, 448 (float8_e4m3fn) or 57344
   (float8_e5m2). The least scale is the least whose reciprocal is finite in normal numbers: a row of zeros gives zeros.
 - ``code = round(clamp(x * (1 / scale), -largest, largest))``: one division per row, and a multiplication per element.
   Rounding is half to even, to an integer or to a float8.
@@ -158,7 +158,7 @@ def _dynamic_kernel(
     column = tl.arange(0, BLOCK)[None, :]
     is_full: tl.constexpr = ROWS == 1 and BLOCK == HIDDEN
     mask = (row < num_rows) & (column < HIDDEN)
-    x = load_tile(x_ptr + row * x_stride + column, mask, is_full, "evict_first").to(tl.float32)
+    x = load_tile(x_ptr + row * x_stride + column, mask, is_full, "").to(tl.float32)
     scale = _scale_of(tl.max(_magnitude(x), axis=1), LARGEST)[:, None]
     codes = _encode(x, tl.div_rn(1.0, scale), LARGEST, IS_INTEGER)
     store_tile(codes_ptr + row * HIDDEN + column, codes, mask, is_full)
@@ -216,7 +216,7 @@ def _static_kernel(
     column = (tl.program_id(0) % num_blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
     is_full: tl.constexpr = ROWS == 1 and HIDDEN % BLOCK == 0
     mask = (row < num_rows) & (column < HIDDEN)
-    x = load_tile(x_ptr + row * x_stride + column, mask, is_full, "evict_first").to(tl.float32)
+    x = load_tile(x_ptr + row * x_stride + column, mask, is_full, "").to(tl.float32)
     if IS_PER_ROW and ROWS == 1:
         scale = tl.load(scale_ptr + tl.program_id(0) // num_blocks)  # One load per program, not one per element.
     elif IS_PER_ROW:
