@@ -92,6 +92,7 @@ def quantize_dynamic(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor,
 
 def quantize_static(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Quantise by a given scale, with the arithmetic of the op of this name, bit for bit in eager mode."""
+    scale = scale.float()
     scale = scale.reshape(1) if scale.numel() == 1 else scale.reshape(*x.shape[:-1], 1)
     return _quantized(x.float(), scale, dtype)
 
