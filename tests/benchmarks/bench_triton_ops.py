@@ -339,7 +339,7 @@ def main() -> None:
     given = arguments()
     rows = given.rows or ((1, 4) if not IS_CUDA else (1, 128, 4096) if given.quick else ROWS)
     widths = given.hidden or ((128,) if not IS_CUDA else HIDDEN[:1] if given.quick else HIDDEN)
-    ops = [op for op in OPS if (op.name in given.ops if given.ops else not op.is_extra)]
+    ops = [op for op in OPS if not given.ops or op.name in given.ops]
     cases = [Case(op, count, width) for op in ops for width in widths for count in rows]
     copied_rows = (given.rows or COPIED_ROWS) if IS_CUDA else rows[:1]
     copied_rows = copied_rows if not given.ops or "copy" in given.ops else ()

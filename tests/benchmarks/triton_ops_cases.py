@@ -35,7 +35,6 @@ class Op:
         plain: the same in plain PyTorch.
         is_right: whether results are near enough to those in float64; it is given the last rows.
         launches: the grid that ``--tune`` tries.
-        is_extra: whether it is left out unless it is named.
     """
 
     name: str
@@ -44,7 +43,6 @@ class Op:
     plain: Callable[..., Any]
     is_right: Callable[[Tensors, Tensors], bool]
     launches: Callable[[int], Iterator[Launch]]
-    is_extra: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ def _norm_ops() -> Iterator[Op]:
     )
 
 
-def _activation_op(name: str, exact: Callable[[torch.Tensor], torch.Tensor], *, is_extra: bool = False) -> Op:
+def _activation_op(name: str, exact: Callable[[torch.Tensor], torch.Tensor]) -> Op:
     def is_right(given: Tensors, results: Tensors) -> bool:
         gate, up = given[0].double().chunk(2, dim=-1)
         return near(results[0], exact(gate) * up)
@@ -142,11 +140,10 @@ def _activation_op(name: str, exact: Callable[[torch.Tensor], torch.Tensor], *, 
         getattr(native, name),
         is_right,
         tiles,
-        is_extra,
     )
 
 
-def _rotary_op(name: str, is_neox: bool, *, is_extra: bool = False) -> Op:
+def _rotary_op(name: str, is_neox: bool) -> Op:
     def inputs(rows: int, hidden: int, device: torch.device) -> Tensors:
         angles = torch.rand(MAX_POSITIONS, HEAD_DIM // 2, device=device) * 6.3
         return (
@@ -176,7 +173,6 @@ def _rotary_op(name: str, is_neox: bool, *, is_extra: bool = False) -> Op:
         lambda positions, q, k, cos_sin: native.rotary_embedding(positions, q, k, cos_sin, is_neox),
         is_right,
         heads,
-        is_extra,
     )
 
 
@@ -203,16 +199,15 @@ def _quantize_ops() -> Iterator[Op]:
             lambda x, scale, dtype=dtype: native.quantize_static(x, scale, dtype),
             lambda given, results, is_near=is_near: is_near(given[0], results[0], given[1]),
             tiles,
-            is_extra=name == "int8",
         )
 
 
 OPS: Sequence[Op] = (
     *_norm_ops(),
     _activation_op("silu_and_mul", F.silu),
-    _activation_op("gelu_and_mul", F.gelu, is_extra=True),
+    _activation_op("gelu_and_mul", F.gelu),
     _activation_op("gelu_tanh_and_mul", lambda gate: F.gelu(gate, approximate="tanh")),
     _rotary_op("rotary neox", True),
-    _rotary_op("rotary gptj", False, is_extra=True),
+    _rotary_op("rotary gptj", False),
     *_quantize_ops(),
 )

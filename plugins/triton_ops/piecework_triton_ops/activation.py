@@ -61,7 +61,7 @@ def activation_launch(num_rows: int, width: int) -> Launch:
     """Choose the constants: 8 results per thread, 16 bytes of a half in bfloat16; more threads where SMs are idle."""
     block = min(next_power_of_2(width), 512)
     rows = min(next_power_of_2(num_rows), 512 // block)
-    per_thread = 8 if num_rows * width >= 512 * 264 else 4
+    per_thread = 8 if num_rows * width >= 512 * 264 else 2
     return Launch(num_warps=max(1, block * rows // (32 * per_thread)), block=block, rows=rows)
 
 

@@ -134,10 +134,10 @@ def quantize_launch(num_rows: int, hidden: int) -> Launch:
 
 def quantize_static_launch(num_rows: int, hidden: int) -> Launch:
     """Choose the constants: 16 codes per thread, 16 bytes; fewer where SMs are idle."""
-    most = 2048 if num_rows * hidden >= 2048 * 264 else 512
+    most, per_thread = (2048, 16) if num_rows * hidden >= 2048 * 264 else (512, 2)
     block = min(next_power_of_2(hidden), most)
     rows = min(next_power_of_2(num_rows), most // block)
-    return Launch(num_warps=min(4, max(1, block * rows // 256)), block=block, rows=rows)
+    return Launch(num_warps=max(1, block * rows // (32 * per_thread)), block=block, rows=rows)
 
 
 @jit(do_not_specialize=["num_rows"])
