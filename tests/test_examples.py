@@ -109,3 +109,39 @@ def test_minilm_agrees_with_its_padded_original() -> None:
         assert float(sentences_per_s) > 0
     nearest = output[output.index("Is there life on other planets?") :]
     assert nearest.count("│ 0.") == 3
+
+
+SQUARED_RELU = EXAMPLES / "piecework-squared-relu"
+
+
+def test_kernel_as_a_plugin_passes_its_own_tests() -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PIECEWORK_")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(SQUARED_RELU), str(EXAMPLES.parent / "core")])
+    finished = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--rootdir",
+            str(SQUARED_RELU),
+            str(SQUARED_RELU),
+        ],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=TIME_LIMIT_S,
+        check=False,
+    )
+    assert "9 passed" in finished.stdout, finished.stdout + finished.stderr
+
+
+def test_every_line_of_code_in_the_walk_through_is_in_the_example() -> None:
+    text = (EXAMPLES.parent / "docs/ship-a-kernel.md").read_text()
+    files = "\n".join(path.read_text() for path in SQUARED_RELU.rglob("*") if path.suffix in (".py", ".toml"))
+    blocks = re.findall(r"```(?:python|toml)\n(.*?)\n```", text, flags=re.DOTALL)
+    assert len(blocks) == 7
+    for block in blocks:
+        assert block in files, block
