@@ -35,7 +35,7 @@ def _reset() -> None:
     if "torch._dynamo" in sys.modules:
         import torch._dynamo
 
-        from piecework.custom_op_choice import reset_choices
+        from piecework.custom_op_calls import reset_choices
 
         torch._dynamo.reset()
         reset_choices()

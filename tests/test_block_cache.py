@@ -77,9 +77,9 @@ def test_a_full_cache_says_so_and_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("num_tokens", "match"),
     [
-        ([17], "sequence 0 must have at most 16 tokens, got 17"),
-        ([1, -1], r"num_tokens must be at most 3 numbers, none below 0, got \[1, -1\]"),
-        ([1, 1, 1, 1], "num_tokens must be at most 3 numbers"),
+        ([17], "sequence 0 must have at most 14 tokens, got 17"),
+        ([1, -1], r"num_tokens must be at most 3 integers, none below 0, got \[1, -1\]"),
+        ([1, 1, 1, 1], "num_tokens must be at most 3 integers"),
     ],
 )
 def test_what_does_not_fit_is_refused(num_tokens: list[int], match: str) -> None:
@@ -107,3 +107,30 @@ def test_no_block_is_ever_held_twice_or_lost(steps: list[int | list[int]]) -> No
         assert [len(blocks) for blocks in held] == [-(-length // 4) for length in lengths]
         assert cache.lengths.tolist() == lengths
         assert sorted([*itertools.chain(*held), *cache._free]) == list(range(6))
+
+
+@pytest.mark.parametrize("num_tokens", [5, [8, 1.5], [float("nan"), 0], [float("inf")], [True], "12"])
+def test_counts_that_are_none_are_refused_and_change_nothing(num_tokens: Any) -> None:
+    cache = make_cache()
+    with pytest.raises(AttentionError, match="num_tokens must be at most 3 integers"):
+        cache.extend(num_tokens)
+    assert cache.lengths.tolist() == [0, 0, 0]
+    free = cache.num_free_blocks
+    cache.extend([1])
+    assert cache.num_free_blocks == free - 1
+
+
+@pytest.mark.parametrize("row", [3, -1, slice(0, 2), 1.0, True])
+def test_rows_that_are_none_are_not_freed(row: Any) -> None:
+    cache = make_cache()
+    cache.extend([1, 1, 1])
+    with pytest.raises(AttentionError, match="row must be an integer from 0 to 2"):
+        cache.free(row)
+    assert cache.lengths.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["num_layers", "num_blocks", "block_size", "kv_heads", "head_dim", "max_length"])
+def test_sizes_of_a_cache_are_positive(name: str) -> None:
+    sizes: dict[str, Any] = {"num_blocks": 4, "block_size": 2, "kv_heads": 1, "head_dim": 4, "max_sequences": 2}
+    with pytest.raises(AttentionError, match=f"{name} must be a positive integer, got 0"):
+        BlockCache(**{"num_layers": 1, **sizes, "max_length": 4, name: 0})

@@ -67,7 +67,7 @@ def test_inputs_of_all_dtypes_are_copied_at_once_by_what_a_plugin_brings() -> No
         for rows in (4, 8, 4, 3, 5, 8):
             given = arguments(rows)
             torch.testing.assert_close(fast(*given), function(*given))
-        assert copied == [3] * 6
+        assert copied == [3] * 10  # Once more for each of the sizes, padded ones too, when it is first met.
         (made,) = piecework.report(fast).custom_ops
     assert made.lines() == [
         "  custom op copy_inputs (CopyInputs) on cpu: one by one of plugin 'copies' (registered by this program), "
@@ -78,11 +78,11 @@ def test_inputs_of_all_dtypes_are_copied_at_once_by_what_a_plugin_brings() -> No
 def test_padding_is_refilled_and_expanded_and_strided_inputs_are_copied() -> None:
     with testing.plugins(Copies()):
         fast = compiled()
-        fast(*arguments(8))
         for rows in (8, 7, 5, 8):
             wide = torch.randn(rows, 8)[:, ::2]
             given = (torch.randint(9, (rows, 2))[:, 0], torch.ones(1, dtype=torch.int32).expand(rows), wide)
-            torch.testing.assert_close(compiled()(*given), function(*given))
+            torch.testing.assert_close(fast(*given), function(*given))
+        assert copied == [3] * 7
 
 
 def test_what_did_not_move_is_not_copied() -> None:
@@ -118,7 +118,7 @@ def test_limits_are_looked_at_for_each_captured_size() -> None:
         for rows in (4, 8):
             given = arguments(rows)
             torch.testing.assert_close(fast(*given), function(*given))
-        assert copied == [3]
+        assert copied == [3, 3]  # When size 8 is captured, and in its call.
         assert [op.implementation for op in piecework.report(fast).custom_ops] == ["forward_native", "one by one"]
 
 
@@ -145,3 +145,40 @@ def test_a_plugin_that_fails_at_capture_is_named_and_the_next_call_tries_again()
             with pytest.raises(PluginError, match="plugin 'copies' .* no copies today"):
                 fast(*given)
         torch.testing.assert_close(fast(*given), function(*given))
+
+
+def test_what_an_implementation_prepares_is_made_at_capture_and_called_from_then_on() -> None:
+    prepared: list[CopyInputs] = []
+    calls: list[int] = []
+
+    def prepares(op: CopyInputs, *sources: torch.Tensor) -> None:
+        prepared.append(op)
+
+        def copy(*given: torch.Tensor) -> None:
+            calls.append(len(given))
+            op.forward_native(*given)
+
+        op.prepared = copy
+
+    class Prepares(Copies):
+        @hookimpl
+        def piecework_custom_op_implementations(self, op_name: str, device: torch.device) -> Any:
+            return [CustomOpImplementation(prepares)] if op_name == "copy_inputs" else None
+
+    with testing.plugins(Prepares()):
+        fast = compiled()
+        piecework.capture(fast, [4], arguments(4))
+        assert len(prepared) == 1
+        piecework.freeze()
+        for _ in range(2):
+            given = arguments(4)
+            torch.testing.assert_close(fast(*given), function(*given))
+        assert (len(prepared), calls) == (1, [3, 3])
+
+
+def test_a_name_that_is_met_at_capture_is_not_said_to_switch_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "piecework")
+    with testing.plugins(Copies()):
+        fast = compiled(custom_ops="+copy_inputs")
+        fast(*arguments(4))
+    assert "switches nothing" not in caplog.text

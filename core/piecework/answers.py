@@ -50,8 +50,8 @@ def _as_implementations(
     if not isinstance(part, (list, tuple)):
         raise implementation.refuse(answer, allowed)
     for item in part:
-        if not isinstance(item, CustomOpImplementation) or not callable(item.function):
-            raise implementation.refuse(answer, f"{allowed}; {item!r} is none with a function")
+        if not isinstance(item, CustomOpImplementation):
+            raise implementation.refuse(answer, f"{allowed}; {item!r} is none")
     return tuple(part)
 
 

@@ -13,11 +13,12 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
+from piecework import torch_internals as internals
 from piecework.arguments import DynamicDims, dynamic_dims
 from piecework.config import CompilationConfig
 from piecework.config_checks import CompilationLevel, Size, check_sizes
 from piecework.counting import counters
-from piecework.custom_op_choice import reset_choices
+from piecework.custom_op_calls import reset_choices
 from piecework.errors import ConfigError, TraceDepartureError
 from piecework.forward import Forward, all_forwards, compile_lock
 from piecework.plugins import reset_plugin_manager
@@ -87,7 +88,7 @@ def _compile_function(function: Any, config: CompilationConfig | None, given: Gi
 
     @functools.wraps(function)
     def compiled(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if internals.is_traced():
             return function(*args, **kwargs)
         return current[0](*args, **kwargs)
 
@@ -249,7 +250,7 @@ def _decorate(cls: Any, *, given: GivenDims | None, enable_if: Callable[[Any], b
 
     @functools.wraps(original_call)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if internals.is_traced():
             return original_call(self, *args, **kwargs)
         state = self.__dict__.get(_STATE)  # None in a deep copy of an instance that was called
         if state is not None and state.instance is self:

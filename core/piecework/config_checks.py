@@ -112,6 +112,8 @@ def check_custom_op_token(token: Any, value: Any, what: str) -> str:
         return stripped
     is_bare = is_custom_op_name(stripped)
     hint = f"; write '+{stripped}' to switch it on, '-{stripped}' to switch it off" if is_bare else ""
+    if stripped.lower() in ("all", "none"):
+        hint = f"; write '{stripped.lower()}'"
     if stripped in ("+all", "-all", "+none", "-none"):
         hint = f"; write '{name}'"
     where = f"{token!r} in {show(value)}" if isinstance(token, str) and token != value else show(token)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from piecework import torch_internals as internals
 from piecework.custom_op import CustomOp
-from piecework.custom_op_choice import CallForm, Choice, CustomOpChoices
+from piecework.custom_op_choice import CallForm, CustomOpChoices
 from piecework.custom_op_limits import form_of
 
 
@@ -16,16 +18,22 @@ class CopyInputs(CustomOp, op_name="copy_inputs"):
     """Copies many tensors at once; chosen at each capture, for the static inputs of that size.
 
     Plugins may bring implementations, called as ``function(op, *sources)``: copy each source to the destination of the
-    same position, in stream order. Both have the same shape, dtype and device; their strides may differ. The first call
-    may prepare what later ones need and keep it on ``op``, which lives as long as the captured size.
+    same position, in stream order. Both have the same shape, dtype, device and strides, for which every call is
+    checked. The first call comes when a size is captured, with the destinations themselves as sources, so that what
+    later ones need is made before ``freeze()``; a function that it sets as ``op.prepared`` is called from then on, with
+    the sources alone. The op lives as long as the captured size.
 
     Args:
         destinations: static memory, at the same addresses for the life of the op; two or more.
+
+    Attributes:
+        prepared: what copies, or None: the implementation does.
     """
 
     def __init__(self, destinations: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.destinations = tuple(destinations)
+        self.prepared: Callable[..., None] | None = None
 
     def forward_native(self, *sources: torch.Tensor) -> None:
         """Copy by one launch per dtype."""
@@ -36,10 +44,14 @@ class CopyInputs(CustomOp, op_name="copy_inputs"):
             internals.foreach_copy_([self.destinations[i] for i in indices], [sources[i] for i in indices])
 
 
-def choose_copy(op: CopyInputs, choices: CustomOpChoices) -> Choice:
-    """Choose what copies the inputs of one captured size, and note it."""
+def choose_copy(op: CopyInputs, choices: CustomOpChoices) -> Callable[..., Any] | None:
+    """Choose what copies the inputs of one captured size, note it and prepare it; None for the native body."""
     call = CallForm(tuple(map(form_of, op.destinations)), ())
     asked = choices.attributes_asked(CopyInputs, call.device)
     choice = choices.choose(CopyInputs, call, tuple(name for name in asked if hasattr(op, name)))
     choices.note(choice)
-    return choice
+    if choice.is_native:
+        return None
+    copy = functools.partial(choice.implementation.function, op)
+    copy(*op.destinations)
+    return op.prepared or copy

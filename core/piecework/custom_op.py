@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,22 +18,20 @@ from torch import nn
 from piecework import torch_internals as internals
 from piecework.config import CompilationConfig
 from piecework.config_checks import CompilationLevel, is_custom_op_name, show
-from piecework.custom_op_choice import (
-    NATIVE,
-    CallForm,
-    Choice,
-    CustomOpChoices,
+from piecework.custom_op_calls import (
     UntracedOp,
     by_op_of_process,
     choices_of_process,
     current_scope,
     forget_op,
-    log_choice,
 )
+from piecework.custom_op_choice import NATIVE, CallForm, Choice, CustomOpChoices, log_choice
 from piecework.custom_op_limits import TensorForm, form_of
 from piecework.custom_op_switch import report_names
 from piecework.errors import ConfigError, PieceworkError
+from piecework.process_settings import torch_compile_backend
 from piecework.settings import resolve_settings
+from piecework.trace import with_own_code
 
 
 class CustomOp(nn.Module):
@@ -63,13 +64,14 @@ class CustomOp(nn.Module):
     says what it takes an op of that name to be.
 
     Args of the class statement:
-        op_name: what settings and plugins call it; a subclass of a named class may leave it out.
-        compile_native: compile the native body by itself where it runs untraced at level 1 or above, as inside a
-            splitting op, which no compiler sees.
+        op_name: what settings and plugins call it; a subclass that keeps the native body of a named class may leave it
+            out.
+        compile_native: where the level of the process is 1 or above, compile the native body by itself in untraced
+            calls, such as those inside a splitting op, which no compiler sees.
 
     Raises:
         ConfigError: by the class statement, where the name is no ASCII identifier, the class has no
-            ``forward_native``, or defines ``forward``.
+            ``forward_native``, defines ``forward``, or has a native body of its own under a name that it inherits.
     """
 
     op_name: ClassVar[str] = ""
@@ -81,9 +83,8 @@ class CustomOp(nn.Module):
             cls.op_name = op_name
         if compile_native is not None:
             cls.compile_native = compile_native
-        _check_class(cls)
-        if "forward_native" in vars(cls):
-            cls.forward = _forward_like(cls.forward_native)
+        _check_class(cls, is_named=op_name is not None)
+        cls.forward = _forward_like(cls.forward_native)
         _classes.setdefault(cls.op_name, weakref.WeakSet()).add(cls)
 
     def forward_native(self, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +105,7 @@ def registered_ops() -> dict[str, tuple[type[CustomOp], ...]]:
     return {name: tuple(classes) for name, classes in sorted(by_name.items()) if classes}
 
 
-def _check_class(cls: type[CustomOp]) -> None:
+def _check_class(cls: type[CustomOp], *, is_named: bool) -> None:
     what = f"custom op {cls.__qualname__}"
     if not isinstance(cls.op_name, str) or not is_custom_op_name(cls.op_name):
         raise ConfigError(
@@ -115,6 +116,11 @@ def _check_class(cls: type[CustomOp]) -> None:
         raise ConfigError(f"{what} defines forward, which chooses what runs; name its body forward_native")
     if cls.forward_native is CustomOp.forward_native:
         raise ConfigError(f"{what} has no forward_native, the body in plain PyTorch that runs everywhere")
+    if "forward_native" in vars(cls) and not is_named:
+        raise ConfigError(
+            f"{what} has a forward_native of its own, so what runs {cls.op_name!r} may compute something else; give "
+            f'it a name of its own, or op_name="{cls.op_name}" again where kernels for that name are right'
+        )
 
 
 def _forward_like(native: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,14 +128,14 @@ def _forward_like(native: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(native)
     def forward(self: CustomOp, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if internals.is_traced():
             return _traced(self, args, kwargs)
         scope = current_scope()
         by_op = by_op_of_process() if scope is None else scope.choices.by_op
         untraced = by_op.get(self)
         if untraced is None:
             by_op[self] = untraced = _choose_untraced(self, args, kwargs)
-        return untraced.run(self, *args, **kwargs)
+        return untraced.answer(self, args, kwargs)
 
     forward.__name__ = "forward"
     forward.__qualname__ = native.__qualname__.replace(NATIVE, "forward")
@@ -149,48 +155,50 @@ def _choose_untraced(op: CustomOp, args: tuple[Any, ...], kwargs: dict[str, Any]
     log_choice(choices.owner, choice)
     if scope is None:
         report_names(choices.settings, registered_ops(), [op_class.op_name], owner=choices.owner)
-    is_compiled = op_class.compile_native and choices.settings.level > CompilationLevel.NO_COMPILATION
-    return UntracedOp(choice, _compiled_native(op) if is_compiled else op_class.forward_native)
+    level = choices.settings.level
+    is_compiled = op_class.compile_native and level > CompilationLevel.NO_COMPILATION
+    return UntracedOp(choice, _compiled_native(op_class, level) if is_compiled else op_class.forward_native)
 
 
 def _form_of(value: Any) -> TensorForm | None:
     return form_of(value) if isinstance(value, torch.Tensor) else None
 
 
-def _compiled_native(op: CustomOp) -> Callable[..., Any]:
-    """Return the native body of an op, compiled by itself; nothing of it is captured.
+def _compiled_native(op_class: type[CustomOp], level: CompilationLevel) -> Callable[..., Any]:
+    """Return the native body, compiled by itself behind torch's guards: an op may change between calls.
 
-    It may run inside of a graph that is recorded, and what differs from its first call runs eagerly.
+    Nothing of it is captured: it may run inside of a graph that is recorded.
     """
-    from piecework.api import compile  # It imports what uses this module.
+    from piecework.dynamo_backend import piecework_backend  # It imports what uses this module.
 
-    cls = type(op)
-    shadow = type(cls.__name__, (cls,), {"__module__": cls.__module__})
-    _classes[cls.op_name].discard(shadow)
-    shadow.forward = cls.forward_native
-    native = object.__new__(shadow)
-    object.__setattr__(native, "__dict__", op.__dict__)
-    level = resolve_settings(None, default_level=CompilationLevel.PIECEWISE).level
-    config = CompilationConfig(level=level, capture_sizes=(), on_failure="eager")
-    compiled = compile(native, config=config)
-    return lambda _, *args, **kwargs: compiled(*args, **kwargs)
+    body: Any = op_class.forward_native
+    body = types.FunctionType(body.__code__, body.__globals__, body.__name__, body.__defaults__, body.__closure__)
+    body.__kwdefaults__ = op_class.forward_native.__kwdefaults__
+    if level is not CompilationLevel.PIECEWISE:
+        return torch.compile(with_own_code(body), dynamic=True, backend=torch_compile_backend())
+    options = {"capture_sizes": (), "level": level}
+    return torch.compile(with_own_code(body), dynamic=True, backend=piecework_backend, options=options)
 
 
 # --- traced: inside of Dynamo ---------------------------------------------------------------------
 
 
-class _Chosen:
-    """Holds what was chosen under a name, since Dynamo can take no function as a constant, but the name of one."""
+class _Brought:
+    """Holds what plugins bring under names, since Dynamo can take no function as a constant, but the name of one."""
 
-    names: ClassVar[dict[Callable[..., Any], str]] = {}
+    names: ClassVar[dict[int, str]] = {}
+    """By the identity of a function, which is kept."""
+    numbers: ClassVar[Iterator[int]] = itertools.count()
 
     @classmethod
     def name_of(cls, function: Callable[..., Any]) -> str:
-        """Return the name of a function, which it keeps for the process: traces refer to it."""
-        if function not in cls.names:
-            cls.names[function] = name = f"function_{len(cls.names)}"
+        """Return the name of a function, which is kept for the life of the process: traces refer to it."""
+        key = id(function)
+        if key not in cls.names:
+            name = f"function_{next(cls.numbers)}"
             setattr(cls, name, staticmethod(function))
-        return cls.names[function]
+            cls.names[key] = name
+        return cls.names[key]
 
 
 def _traced(op: CustomOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -203,7 +211,7 @@ def _traced(op: CustomOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     asked = _attributes_asked(type(op), call_args, call_kwargs)
     present = tuple([name for name in asked.split() if hasattr(op, name)])
     name = _name_of_choice(type(op), call_args, call_kwargs, present)
-    return getattr(_Chosen, name)(op, *args, **kwargs)
+    return getattr(type(op) if name.startswith("forward_") else _Brought, name)(op, *args, **kwargs)
 
 
 def _traced_form(value: Any) -> tuple[Any, ...] | None:
@@ -223,8 +231,10 @@ def _attributes_asked(op_class: type[CustomOp], args: Any, kwargs: Any) -> str:
 @torch.compiler.assume_constant_result
 def _name_of_choice(op_class: type[CustomOp], args: Any, kwargs: Any, present: tuple[str, ...]) -> str:
     with _keeping_failure():
-        choice: Choice = _choices_of_trace().choose_in_trace(op_class, _call_form(args, kwargs), present)
-        return _Chosen.name_of(choice.implementation.function)
+        # No trace of ours records gradients; a user's torch.compile may, and has a guard on the mode.
+        call = replace(_call_form(args, kwargs), has_gradient=torch.is_grad_enabled())
+        choice: Choice = _choices_of_trace().choose_in_trace(op_class, call, present)
+        return choice.title if choice.origin is None else _Brought.name_of(choice.implementation.function)
 
 
 def _call_form(args: Any, kwargs: Any) -> CallForm:
@@ -239,7 +249,7 @@ def _keeping_failure() -> Iterator[None]:
         yield
     except PieceworkError as error:
         if (scope := current_scope()) is not None:
-            scope.failure = error
+            scope.failure, scope.words = error, error.args
         raise
 
 

@@ -1,34 +1,31 @@
 """Choose what runs a custom op: candidates in order, the first whose limits hold; and note what was chosen, and why.
 
 A choice is made once per compilation: while a model is traced, for each place, or at the first call of an op that
-runs untraced. No call chooses.
+runs untraced (``custom_op_calls``). No call chooses.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import inspect
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from piecework import torch_internals as internals
-from piecework.config_checks import CompilationLevel
-from piecework.custom_op_limits import NO_LIMITS, CustomOpImplementation, TensorForm, form_of
+from piecework.custom_op_limits import NO_LIMITS, CustomOpImplementation, TensorForm
 from piecework.custom_op_switch import Verdict, decide
-from piecework.errors import PieceworkError
 from piecework.plugins import plugin_manager
-from piecework.settings import Settings, resolve_settings, triton_is_interpreted
+from piecework.settings import Settings, triton_is_interpreted
 
 if TYPE_CHECKING:
     from piecework.custom_op import CustomOp
+    from piecework.custom_op_calls import UntracedOp
     from piecework.loading import Origin
     from piecework.registry import PluginManager
 
@@ -44,6 +41,12 @@ class Candidate:
 
     implementation: CustomOpImplementation
     origin: Origin | None = None
+    needs_triton: bool = False
+
+    def why_not_on(self, device: torch.device) -> str | None:
+        """Return why it can't run on a device, or None."""
+        reason = why_no_triton(device) if self.needs_triton else None
+        return reason or self.implementation.limits.refusal_of_device(device)
 
     def __str__(self) -> str:
         """Return what it is and whose."""
@@ -56,6 +59,8 @@ class CallForm:
 
     args: tuple[TensorForm | None, ...]
     kwargs: tuple[tuple[str, TensorForm | None], ...]
+    has_gradient: bool = False
+    """Whether the result may be asked for gradients."""
 
     @property
     def first(self) -> TensorForm | None:
@@ -113,13 +118,12 @@ class CustomOpChoices:
         self.settings = settings
         self.traced: Counter[Choice] = Counter()
         """For how many places of one graph each choice was made while tracing."""
-        self.by_op: UntracedOps = weakref.WeakKeyDictionary()
+        self.by_op: weakref.WeakKeyDictionary[CustomOp, UntracedOp] = weakref.WeakKeyDictionary()
         """What answers untraced calls of an op."""
         self._verdicts: dict[str, Verdict] = {}
         self._candidates: dict[tuple[type, torch.device], tuple[Candidate, ...]] = {}
         self._graph: Callable[[], object] = lambda: None
         self._in_graph: Counter[Choice] = Counter()
-        _all_choices.add(self)
 
     def names(self) -> set[str]:
         """Return the names of the ops that were met."""
@@ -157,7 +161,7 @@ class CustomOpChoices:
         chosen = Candidate(CustomOpImplementation(op_class.forward_native, name=NATIVE))
         skipped: list[tuple[str, str]] = []
         for candidate in self.candidates(op_class, device) if verdict.is_on else ():
-            reason = why_not(candidate.implementation, call, present)
+            reason = candidate.why_not_on(device) or why_not(candidate.implementation, call, present)
             if reason is None:
                 chosen = candidate
                 break
@@ -192,14 +196,13 @@ def find_candidates(op_class: type[CustomOp], device: torch.device, manager: Plu
     for name in ("forward_triton", f"forward_{device.type}"):
         if (method := getattr(op_class, name, None)) is not None:
             limits = getattr(method, "__piecework_limits__", NO_LIMITS)
-            candidates.append(Candidate(CustomOpImplementation(method, name=name, limits=limits)))
+            implementation = CustomOpImplementation(method, name=name, limits=limits)
+            candidates.append(Candidate(implementation, needs_triton=name == "forward_triton"))
     return tuple(candidates)
 
 
 def why_not(implementation: CustomOpImplementation, call: CallForm, present: tuple[str, ...]) -> str | None:
     """Return why an implementation can't run calls of this form, or None."""
-    if implementation.name == "forward_triton" and (reason := why_no_triton(call.device)) is not None:
-        return reason
     missing = [name for name in implementation.attributes if name not in present]
     if missing:
         return f"the op has no attribute {', '.join(map(repr, missing))}"
@@ -209,10 +212,13 @@ def why_not(implementation: CustomOpImplementation, call: CallForm, present: tup
     except (TypeError, ValueError) as error:  # The latter where a function has no signature.
         return f"it can't be called as the op is: {error}"
     if limits.argument is not None:
-        if limits.argument not in bound.signature.parameters:
-            return f"its limits are about {limits.argument!r}, which is none of its parameters"
+        parameter = bound.signature.parameters.get(limits.argument)
+        if parameter is None or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            return f"its limits are about {limits.argument!r}, which is no parameter of its own"
         form = bound.arguments.get(limits.argument)
-    return limits.refusal_of_device(call.device) or limits.refusal(form)
+    if call.has_gradient and not limits.has_gradient:
+        return "gradients are recorded, and it has none; call the model under torch.no_grad()"
+    return limits.refusal(form)
 
 
 def why_no_triton(device: torch.device) -> str | None:
@@ -233,105 +239,3 @@ def log_choice(owner: str, choice: Choice) -> None:
         *(owner, choice.op_name, choice.op_class.__name__, choice, choice.device),
         *(state, choice.verdict.why, skipped),
     )
-
-
-# --- untraced calls -----------------------------------------------------------------------------
-
-
-class UntracedOp:
-    """What answers the untraced calls of one op: what was chosen at the first, and the native body outside of that.
-
-    A choice holds for a device, and within its limits; they are looked at in every call, since a kernel that is given
-    what it was not made for may answer with wrong numbers.
-    """
-
-    def __init__(self, choice: Choice, native: Callable[..., Any]) -> None:
-        self.choice = choice
-        self.native = native
-        """Called with the op first: its native body, or that compiled by itself."""
-        self.num_outside = 0
-        """Calls that the native body answered, since they were outside of the limits."""
-        self.argument = choice.implementation.limits.argument
-        self.position = -1
-        """Where the tensor that the limits are about stands among the positional arguments, if it is named."""
-        if self.argument is not None:
-            parameters = inspect.signature(choice.implementation.function).parameters
-            self.position = list(parameters).index(self.argument) - 1
-        self.run = native if choice.is_native else self.run_within_limits
-
-    def run_within_limits(self, op: CustomOp, *args: Any, **kwargs: Any) -> Any:
-        """Answer a call by what was chosen, if it was made for such a call."""
-        given = (*args, *kwargs.values())
-        if self.argument is not None:
-            given = (args[self.position] if self.position < len(args) else kwargs.get(self.argument),)
-        form = next((form_of(value) for value in given if isinstance(value, torch.Tensor)), None)
-        is_there = form is None or form.device == self.choice.device
-        if is_there and self.choice.implementation.limits.refusal(form) is None:
-            return self.choice.implementation.function(op, *args, **kwargs)
-        self.num_outside += 1
-        return self.native(op, *args, **kwargs)
-
-
-UntracedOps = weakref.WeakKeyDictionary["CustomOp", UntracedOp]
-
-
-# --- whose settings count -----------------------------------------------------------------------
-
-
-@dataclass
-class Scope:
-    """A block whose custom ops go by the settings of one compilation."""
-
-    choices: CustomOpChoices
-    failure: PieceworkError | None = None
-    """What went wrong in a choice while Dynamo was tracing, which wraps every error in one of its own."""
-
-
-_all_choices: weakref.WeakSet[CustomOpChoices] = weakref.WeakSet()
-_by_op_of_process: UntracedOps = weakref.WeakKeyDictionary()
-_scope: ContextVar[Scope | None] = ContextVar("piecework_custom_op_scope", default=None)
-
-
-def by_op_of_process() -> UntracedOps:
-    """Return what answers the calls of ops outside of any compiled model."""
-    return _by_op_of_process
-
-
-def choices_of_process() -> CustomOpChoices:
-    """Return what chooses for an op outside of any compiled model: by the settings of the process as they are now."""
-    return CustomOpChoices("this process", resolve_settings(None, default_level=CompilationLevel.NO_COMPILATION))
-
-
-def current_scope() -> Scope | None:
-    """Return the scope of the compiled model that is traced or called, None outside of any."""
-    return _scope.get()
-
-
-@contextlib.contextmanager
-def choosing(choices: CustomOpChoices) -> Iterator[None]:
-    """Let custom ops inside a block go by the settings of one compilation.
-
-    Raises:
-        PieceworkError: what went wrong in a choice while tracing, in place of what Dynamo made of it.
-    """
-    scope = Scope(choices)
-    token = _scope.set(scope)
-    try:
-        yield
-    except Exception:  # Raised again: as it is, or as it was before Dynamo wrapped it.
-        if scope.failure is not None:
-            raise scope.failure from scope.failure.__cause__
-        raise
-    finally:
-        _scope.reset(token)
-
-
-def forget_op(op: CustomOp) -> None:
-    """Have an op choose anew at its next untraced call, since it was moved to another device or dtype."""
-    for by_op in (_by_op_of_process, *(choices.by_op for choices in list(_all_choices))):
-        by_op.pop(op, None)
-
-
-def reset_choices() -> None:
-    """Forget the choices of the process."""
-    _by_op_of_process.clear()

@@ -49,6 +49,7 @@ class Limits:
             ``tensor.size(dim)``, and ``"rows"`` stands for the product of all but the last.
         multiples: by dim, what its size must be divisible by.
         argument: the name of the parameter whose tensor is looked at.
+        has_gradient: it may run where its result is asked for gradients; a kernel without a backward would lose them.
         min_capability: the least compute capability of a CUDA device, such as ``(9, 0)``; no other device has one.
 
     Raises:
@@ -59,6 +60,7 @@ class Limits:
     sizes: Mapping[Dim, tuple[int | None, int | None]] = field(default_factory=dict)
     multiples: Mapping[Dim, int] = field(default_factory=dict)
     argument: str | None = None
+    has_gradient: bool = False
     min_capability: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -68,13 +70,20 @@ class Limits:
             if dim != "rows" and (not isinstance(dim, int) or isinstance(dim, bool)):
                 raise ConfigError(f"Limits: a dim must be an integer or 'rows', got {show(dim)}")
         for dim, bounds in self.sizes.items():
-            if not isinstance(bounds, tuple | list) or len(bounds) != 2:
+            are_two = isinstance(bounds, tuple | list) and len(bounds) == 2
+            if not are_two or not all(bound is None or _is_count(bound) for bound in bounds):
                 raise ConfigError(f"Limits: sizes[{dim!r}] must be (smallest, largest), got {show(bounds)}")
+            if None not in bounds and bounds[0] > bounds[1]:  # pyright: ignore[reportOperatorIssue]
+                raise ConfigError(f"Limits: sizes[{dim!r}] holds no size, got {show(bounds)}")
         for dim, factor in self.multiples.items():
-            if not isinstance(factor, int) or isinstance(factor, bool) or factor < 1:
+            if not _is_count(factor) or factor < 1:
                 raise ConfigError(f"Limits: multiples[{dim!r}] must be a positive integer, got {show(factor)}")
-        if self.min_capability is not None and len(self.min_capability) != 2:
-            raise ConfigError(f"Limits: min_capability must be like (9, 0), got {show(self.min_capability)}")
+        capability = self.min_capability
+        are_two = isinstance(capability, tuple | list) and len(capability) == 2 and all(map(_is_count, capability))
+        if capability is not None and not are_two:
+            raise ConfigError(f"Limits: min_capability must be like (9, 0), got {show(capability)}")
+        if self.argument is not None and not isinstance(self.argument, str):
+            raise ConfigError(f"Limits: argument must be the name of a parameter, got {show(self.argument)}")
 
     def __call__(self, function: FunctionT) -> FunctionT:
         """Give a method of a ``CustomOp`` these limits."""
@@ -115,8 +124,9 @@ class Limits:
         parts = [", ".join(map(_short, self.dtypes))] if self.dtypes else []
         parts += [f"{_name(dim)} {_range(*bounds)}" for dim, bounds in self.sizes.items()]
         parts += [f"{_name(dim)} a multiple of {factor}" for dim, factor in self.multiples.items()]
+        about = f"{self.argument}: " if self.argument is not None and parts else ""
         parts += ["compute capability {}.{} or more".format(*self.min_capability)] if self.min_capability else []
-        return "; ".join(parts)
+        return about + "; ".join(parts)
 
 
 NO_LIMITS = Limits()
@@ -133,17 +143,36 @@ class CustomOpImplementation:
         limits: where it may be chosen.
         attributes: names of attributes that it reads from the op, such as ``("weight", "eps")``; an op without one of
             them is not given to it.
+
+    Raises:
+        ConfigError: one of these is something else.
     """
 
     function: Callable[..., Any]
     name: str = field(default="", kw_only=True)
     limits: Limits = field(default=NO_LIMITS, kw_only=True)
-    attributes: tuple[str, ...] = field(default=(), kw_only=True)
+    attributes: Sequence[str] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        what = f"CustomOpImplementation {self.name!r}"
+        if not callable(self.function):
+            raise ConfigError(f"{what}: function must be callable, got {show(self.function)}")
+        if not isinstance(self.name, str):
+            raise ConfigError(f"CustomOpImplementation: name must be a string, got {show(self.name)}")
+        if not isinstance(self.limits, Limits):
+            raise ConfigError(f"{what}: limits must be Limits(...), got {show(self.limits)}")
+        names = self.attributes
+        if isinstance(names, str) or not all(isinstance(name, str) and name.isidentifier() for name in names):
+            raise ConfigError(f"{what}: attributes must be a tuple of names such as ('weight',), got {show(names)}")
 
     @property
     def title(self) -> str:
         """Return the name to show."""
         return self.name or getattr(self.function, "__name__", type(self.function).__name__)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _size(shape: tuple[int | None, ...], dim: Dim) -> int | None:

@@ -71,7 +71,7 @@ def make_entry(
         "_pw_run": runs.general.function,
         "_pw_exact": {size: line.function for size, line in runs.exact.items()},
         "_pw_uncompiled": runs.uncompiled.function if runs.uncompiled is not None else None,
-        "_pw_is_compiling": torch.compiler.is_compiling,
+        "_pw_is_traced": internals.is_traced,
         "_pw_getattr": getattr,
         "_pw_original": original,
         "_pw_depart": depart,
@@ -120,7 +120,7 @@ class _Generator:
         arguments = self.trace.arguments
         self.leave = f"({self.positional()}), _pw_dict({self.by_keyword()})"
         call = f"{self.positional()} {self.by_keyword()}"
-        self.lines += ["if _pw_is_compiling():", f"    return _pw_original({call})"]
+        self.lines += ["if _pw_is_traced():", f"    return _pw_original({call})"]
         self.check_form()
         self.read_sizes()
         self.check_relations()

@@ -18,9 +18,11 @@ from piecework.arguments import Arguments, DynamicDims, describe_call
 from piecework.build import Builder, Compiled
 from piecework.config import CompilationConfig
 from piecework.config_checks import CompilationLevel, Size
+from piecework.copy_inputs import CopyInputs
 from piecework.counting import counters
 from piecework.custom_op import CustomOp, registered_ops
-from piecework.custom_op_choice import CustomOpChoices, choosing
+from piecework.custom_op_calls import choosing
+from piecework.custom_op_choice import CustomOpChoices
 from piecework.custom_op_switch import report_names
 from piecework.errors import CaptureError, CompileError, ConfigError, PieceworkWarning, TraceDepartureError
 from piecework.plugins import PluginManager, plugin_manager
@@ -94,7 +96,7 @@ class Forward:
 
     def start(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the first call, and every call until one has been answered."""
-        if torch.compiler.is_compiling():
+        if internals.is_traced():
             return self.original(*args, **kwargs)
         with compile_lock:
             if self.answer is None:
@@ -264,6 +266,8 @@ class Forward:
         """Say which names in ``custom_ops`` switch nothing."""
         assert self.custom_ops is not None
         used = self.custom_ops.names()
+        if settings.level is CompilationLevel.PIECEWISE:
+            used.add(CopyInputs.op_name)  # Met when a size is captured.
         if isinstance(self.target, torch.nn.Module):
             used |= {module.op_name for module in self.target.modules() if isinstance(module, CustomOp)}
         report_names(settings, registered_ops(), used, owner=self.owner)
@@ -271,7 +275,7 @@ class Forward:
     def run_original(self, *args: Any, **kwargs: Any) -> Any:
         """Call the original; custom ops in it go by the settings of this compilation."""
         choices = self.custom_ops
-        if choices is None or torch.compiler.is_compiling():
+        if choices is None or internals.is_traced():
             return self.original(*args, **kwargs)  # Released meanwhile, or a part of what is traced.
         with choosing(choices):
             return self.original(*args, **kwargs)
@@ -346,7 +350,7 @@ def _choosing_by(choices: CustomOpChoices, function: Callable[..., Any]) -> Call
     """Return a function whose traces choose custom ops by the settings of one compilation."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if internals.is_traced():
             return function(*args, **kwargs)
         with choosing(choices):
             return function(*args, **kwargs)

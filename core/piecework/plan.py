@@ -136,9 +136,7 @@ class PlanFunctions:
         """Return what copies all inputs together; None where the native copies are written out in the code."""
         if len(destinations) < 2:
             return None
-        op = CopyInputs(destinations)
-        choice = choose_copy(op, self.choices)
-        return None if choice.is_native else functools.partial(choice.implementation.function, op)
+        return choose_copy(CopyInputs(destinations), self.choices)
 
     def code(self, is_padded: bool, is_copied_at_once: bool, copied: tuple[int, ...]) -> PlanCode:
         """Return the code for plans that copy these inputs, which were others when earlier plans were recorded."""

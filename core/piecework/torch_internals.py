@@ -75,6 +75,7 @@ __all__ = [
     "Unsupported",
     "UserError",
     "has_static_value",
+    "is_functorch_wrapped_tensor",
     "lookup_backend",
     "pytree",
 ]
@@ -84,6 +85,16 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 # --- tracing --------------------------------------------------------------------------------
+
+
+def is_traced() -> bool:
+    """Whether what calls this is being traced, by Dynamo or by a non-strict export.
+
+    ``torch.compiler.is_compiling()`` alone is one flag for the process: it is set in every thread while one compiles.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
 
 
 @contextlib.contextmanager

@@ -15,8 +15,9 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
+
+from piecework import torch_internals as internals
 
 _WATCHED_METHODS = ("__setattr__", "__delattr__", "_apply", "load_state_dict")
 _STATE_DICTS = ("_parameters", "_buffers", "_modules")
@@ -134,7 +135,7 @@ def _telling(name: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: _CountingDict, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        if not torch.compiler.is_compiling():
+        if not internals.is_traced():
             self.tell()
         return result
 
@@ -158,7 +159,7 @@ def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        if not torch.compiler.is_compiling():
+        if not internals.is_traced():
             _tell(self)
         return result
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from piecework.config_checks import CompilationLevel
-from piecework.copy_inputs import CopyInputs
+from piecework.copy_inputs import CopyInputs as CopyInputs  # Registers it.
 from piecework.custom_op import CustomOp, registered_ops
-from piecework.custom_op_choice import NATIVE, Candidate, find_candidates, why_no_triton
+from piecework.custom_op_choice import NATIVE, Candidate, find_candidates
 from piecework.custom_op_switch import decide
 from piecework.registry import PluginManager
 from piecework.settings import Settings
@@ -22,7 +22,7 @@ def describe_custom_ops(settings: Settings, manager: PluginManager) -> dict[str,
         settings: of the process; each level is looked at in turn.
         manager: the plugins to ask; those that register ops have been imported.
     """
-    ops = {CopyInputs.op_name: (CopyInputs,), **registered_ops()}
+    ops = registered_ops()
     return {name: _describe(name, classes, settings, manager) for name, classes in ops.items()}
 
 
@@ -44,14 +44,11 @@ def _describe(
 
 def _candidate(candidate: Candidate, device: torch.device) -> dict[str, Any]:
     implementation = candidate.implementation
-    reason = implementation.limits.refusal_of_device(device)
-    if implementation.name == "forward_triton":
-        reason = why_no_triton(device) or reason
     return {
         "implementation": implementation.title,
         "plugin": None if candidate.origin is None else str(candidate.origin),
         "limits": str(implementation.limits),
-        "why_not": reason,
+        "why_not": candidate.why_not_on(device),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import importlib.metadata
 import platform
 import sys
@@ -45,10 +46,18 @@ class EnvRow:
 
 def env_command(
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    modules: Annotated[
+        list[str] | None, typer.Option("--import", help="Import a module first, to show the custom ops in it.")
+    ] = None,
 ) -> None:
     """Print each setting with its origin, the environment variables, custom ops and the versions."""
     try:
+        for name in modules or ():
+            importlib.import_module(name)
         rows = env_rows()
+    except ModuleNotFoundError as error:
+        typer.echo(f"--import: {error}", err=True)
+        raise typer.Exit(2) from None
     except PieceworkError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None

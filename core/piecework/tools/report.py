@@ -15,7 +15,8 @@ from piecework.build import Compiled
 from piecework.compilers import CompiledUniquePiece
 from piecework.config_checks import CompilationLevel
 from piecework.custom_op import CustomOp
-from piecework.custom_op_choice import Choice, by_op_of_process
+from piecework.custom_op_calls import by_op_of_process
+from piecework.custom_op_choice import Choice
 from piecework.dedupe import explain_difference
 from piecework.forward import Forward
 from piecework.plan import Plan

@@ -30,6 +30,9 @@ class BlockCache:
         heads_first: memory in the order ``[blocks, kv_heads, block_size, head_dim]``; the views that are given are the
             same in form either way.
 
+    Raises:
+        AttentionError: a number is not a positive integer.
+
     Attributes:
         keys: one tensor per layer, ``[blocks, block_size, kv_heads, head_dim]``.
         values: the same.
@@ -51,7 +54,12 @@ class BlockCache:
         device: torch.device | str = "cpu",
         heads_first: bool = False,
     ) -> None:
-        self.block_size = block_size
+        counts = {"num_blocks": num_blocks, "block_size": block_size, "kv_heads": kv_heads, "head_dim": head_dim}
+        counts |= {"num_layers": num_layers, "max_sequences": max_sequences, "max_length": max_length}
+        for name, count in counts.items():
+            if not _is_count(count) or count == 0:
+                raise AttentionError(f"{name} must be a positive integer, got {count!r}")
+        self.block_size, self.max_length = block_size, max_length
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         inner = (kv_heads, block_size) if heads_first else (block_size, kv_heads)
@@ -86,15 +94,15 @@ class BlockCache:
             AttentionError: a sequence would grow beyond ``max_length``, or the blocks do not suffice; nothing is
                 changed then.
         """
-        max_rows, max_blocks = self._table.shape
-        if len(num_tokens) > max_rows or any(number < 0 for number in num_tokens):
-            raise AttentionError(f"num_tokens must be at most {max_rows} numbers, none below 0, got {list(num_tokens)}")
+        max_rows = len(self._blocks)
+        are_counts = isinstance(num_tokens, list | tuple) and all(map(_is_count, num_tokens))
+        if not are_counts or len(num_tokens) > max_rows:
+            raise AttentionError(f"num_tokens must be at most {max_rows} integers, none below 0, got {num_tokens!r}")
         lengths = [length + more for length, more in zip(self._lengths, num_tokens, strict=False)]
         needed = [-(-length // self.block_size) for length in lengths]
-        for row, number in enumerate(needed):
-            if number > max_blocks:
-                allowed = max_blocks * self.block_size
-                raise AttentionError(f"sequence {row} must have at most {allowed} tokens, got {lengths[row]}")
+        for row, length in enumerate(lengths):
+            if length > self.max_length:
+                raise AttentionError(f"sequence {row} must have at most {self.max_length} tokens, got {length}")
         missing = [max(0, number - len(held)) for number, held in zip(needed, self._blocks, strict=False)]
         if sum(missing) > len(self._free):
             raise AttentionError(
@@ -109,7 +117,13 @@ class BlockCache:
         self._publish(table=sum(missing) > 0)
 
     def free(self, row: int) -> None:
-        """Take back the blocks of a sequence; its row may serve another one."""
+        """Take back the blocks of a sequence; its row may serve another one.
+
+        Raises:
+            AttentionError: there is no such row.
+        """
+        if not _is_count(row) or row >= len(self._blocks):
+            raise AttentionError(f"row must be an integer from 0 to {len(self._blocks) - 1}, got {row!r}")
         self._free += reversed(self._blocks[row])
         self._blocks[row] = []
         self._table[row] = -1
@@ -121,3 +135,7 @@ class BlockCache:
         self.lengths.copy_(torch.tensor(self._lengths, dtype=torch.int32))
         if table:
             self.block_table.copy_(self._table)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -6,6 +6,7 @@ comparison would bind the trace to it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -59,6 +60,9 @@ class OpCheck:
         kv_heads = k.shape[1]
         self.tensor("v", v, [(self.rows, num_rows), ("kv_heads", kv_heads), ("head_dim", head_dim)], self.q.dtype)
         self.tensor("out", out, [(self.rows, num_rows), ("heads", heads), ("head_dim", head_dim)], self.q.dtype)
+        for label, size in (("heads", heads), ("head_dim", head_dim)):
+            if isinstance(size, int) and size == 0:
+                self.refuse(f"the {label} of q", "at least 1", 0)
         if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads == 0 or heads % kv_heads):
             self.refuse("the heads of q", f"a multiple of those of k and v ({kv_heads})", heads)
 
@@ -76,11 +80,13 @@ class OpCheck:
         if isinstance(keys.shape[1], int) and keys.shape[1] == 0:
             self.refuse("block_size", "at least 1", 0)
 
-    def numbers(self, window: int, soft_cap: float) -> None:
+    def numbers(self, window: int, soft_cap: float, scale: float | None) -> None:
         if window < 0:
             self.refuse("window", "0 (none) or the number of tokens that one sees, itself included", window)
-        if not soft_cap >= 0:
-            self.refuse("soft_cap", "0 (none) or above", soft_cap)
+        if not 0 <= soft_cap < math.inf:
+            self.refuse("soft_cap", "0 (none) or a finite number above", soft_cap)
+        if scale is not None and not math.isfinite(scale):
+            self.refuse("scale", "a finite number, or None", scale)
 
 
 def _differ(given: object, wanted: object) -> bool:

@@ -189,7 +189,7 @@ def _decode(
     kv_head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     kv_heads = tl.num_programs(1)
-    length = tl.load(lengths_pointer + row * lengths_stride)
+    length = tl.maximum(tl.load(lengths_pointer + row * lengths_stride), 0)
     first, end, part = _parts(length, max_blocks * BLOCK_SIZE, num_splits, WINDOW, BLOCK_TOKENS, MIN_SPLIT_TOKENS)
     start = first + split * part
     # The part that ends before the new token; where nothing else is seen, the first.
@@ -306,7 +306,7 @@ def _combine(
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    length = tl.load(lengths_pointer + row * lengths_stride)
+    length = tl.maximum(tl.load(lengths_pointer + row * lengths_stride), 0)
     first, end, part = _parts(length, capacity, num_splits, WINDOW, BLOCK_TOKENS, MIN_SPLIT_TOKENS)
     split = tl.arange(0, PADDED_SPLITS)
     dim = tl.program_id(2) * PART_DIM + tl.arange(0, PART_DIM)

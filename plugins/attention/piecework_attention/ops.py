@@ -86,9 +86,9 @@ def _attention(
     soft_cap: float = 0.0,
 ) -> None:
     cache = _checked_attention(
-        *(q, k, v, out, query_starts, key_cache, value_cache, block_table, lengths, window, soft_cap)
+        *(q, k, v, out, query_starts, key_cache, value_cache, block_table, lengths, window, soft_cap, scale)
     )
-    scale = _scale(scale, q)
+    scale, window = _scale(scale, q), min(window, LARGEST_WINDOW)
     packed_attention(q, k, v, out, query_starts, cache, scale=scale, causal=causal, window=window, soft_cap=soft_cap)
 
 
@@ -109,7 +109,9 @@ def _attention_fake(
     window: int = 0,
     soft_cap: float = 0.0,
 ) -> None:
-    _checked_attention(q, k, v, out, query_starts, key_cache, value_cache, block_table, lengths, window, soft_cap)
+    _checked_attention(
+        q, k, v, out, query_starts, key_cache, value_cache, block_table, lengths, window, soft_cap, scale
+    )
 
 
 def _checked_attention(
@@ -124,11 +126,12 @@ def _checked_attention(
     lengths: Tensor | None,
     window: int,
     soft_cap: float,
+    scale: float | None,
 ) -> PackedCache | None:
     """Check the arguments; return those of the cache, or None where there is none."""
     check = OpCheck("piecework::attention", q, rows="tokens")
     check.rows_and_heads(k, v, out)
-    check.numbers(window, soft_cap)
+    check.numbers(window, soft_cap, scale)
     check.tensor("query_starts", query_starts, [("sequences + 1", None)], torch.int32)
     if isinstance(query_starts.shape[0], int) and query_starts.shape[0] == 0:
         check.refuse("query_starts", "one number longer than there are sequences", "none")
@@ -160,9 +163,9 @@ def _decode_attention(
     window: int = 0,
     soft_cap: float = 0.0,
 ) -> None:
-    _check_decode(q, k, v, out, key_cache, value_cache, block_table, lengths, window, soft_cap)
+    _check_decode(q, k, v, out, key_cache, value_cache, block_table, lengths, window, soft_cap, scale)
     attend = _decode_by_triton() if q.is_cuda else decode_attention
-    scale = _scale(scale, q)
+    scale, window = _scale(scale, q), min(window, LARGEST_WINDOW)
     attend(*(q, k, v, out, key_cache, value_cache, block_table, lengths), scale=scale, window=window, soft_cap=soft_cap)
 
 
@@ -181,7 +184,7 @@ def _decode_attention_fake(
     window: int = 0,
     soft_cap: float = 0.0,
 ) -> None:
-    _check_decode(q, k, v, out, key_cache, value_cache, block_table, lengths, window, soft_cap)
+    _check_decode(q, k, v, out, key_cache, value_cache, block_table, lengths, window, soft_cap, scale)
 
 
 def _check_decode(
@@ -195,11 +198,16 @@ def _check_decode(
     lengths: Tensor,
     window: int,
     soft_cap: float,
+    scale: float | None,
 ) -> None:
     check = OpCheck("piecework::decode_attention", q, rows="sequences")
     check.rows_and_heads(k, v, out)
-    check.numbers(window, soft_cap)
+    check.numbers(window, soft_cap, scale)
     check.cache(k, key_cache, value_cache, block_table, lengths)
+
+
+LARGEST_WINDOW = 2**30
+"""As good as any above it: no sequence is so long, and lengths, which are int32, minus it do not wrap."""
 
 
 def _scale(scale: float | None, q: Tensor) -> float:

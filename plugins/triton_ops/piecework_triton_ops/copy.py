@@ -53,8 +53,7 @@ def prepare_copy(
 ) -> Callable[..., None]:
     """Return a function ``copy(*sources)`` that copies into these destinations, with all done beforehand that can be.
 
-    Destinations are written by address, and kept alive. The copy is launched on the current stream; where there are
-    several devices, that of the destinations has to be current.
+    Destinations are written by address, and kept alive. The copy is launched on the current stream of their device.
 
     Args:
         destinations: contiguous, all on one device.

@@ -45,13 +45,15 @@ def quantize_static(op: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def copy_inputs(op: Any, *sources: torch.Tensor) -> None:
-    """Copy all sources by one launch, which the first call prepares; ``op`` is the core's ``CopyInputs``."""
-    copy = vars(op).get("_prepared_copy")
-    if copy is None:
-        are_contiguous = all(destination.is_contiguous() for destination in op.destinations)
-        copy = prepare_copy(op.destinations) if are_contiguous else op.forward_native
-        vars(op)["_prepared_copy"] = copy
-    copy(*sources)
+    """Copy all sources by one launch, which the first call prepares; ``op`` is the core's ``CopyInputs``.
+
+    Unchecked: the core has looked at form, dtype, device and layout of every argument before it copies one.
+    """
+    if all(destination.is_contiguous() for destination in op.destinations):
+        op.prepared = prepare_copy(op.destinations, is_checked=False)
+        op.prepared(*sources)
+    else:
+        op.forward_native(*sources)
 
 
 def implementation_of(op_name: str, device: torch.device) -> CustomOpImplementation:

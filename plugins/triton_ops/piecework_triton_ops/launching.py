@@ -116,8 +116,8 @@ def bound_launcher(
         example: arguments with the types and alignments of all later calls; nothing is launched with them.
 
     Returns:
-        A function of the number of programs and the arguments, to be called with the device current; it launches on the
-        current stream. The alignments of the example are its caller's promise.
+        A function of the number of programs and the arguments, which launches on the current stream of the device. The
+        alignments of the example are its caller's promise.
     """
     with on_device(device):
         compiled = kernel.warmup(*example, grid=(1,), num_warps=num_warps)
@@ -130,4 +130,8 @@ def bound_launcher(
     def launch(num_programs: int, arguments: Sequence[Any]) -> None:
         run(num_programs, 1, 1, current_stream(index), function, metadata, None, None, None, *arguments)
 
-    return launch
+    def launch_there(num_programs: int, arguments: Sequence[Any]) -> None:
+        with torch.cuda.device(device):
+            launch(num_programs, arguments)
+
+    return launch if torch.cuda.device_count() == 1 else launch_there

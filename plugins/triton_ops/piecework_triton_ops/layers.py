@@ -73,15 +73,19 @@ class GeluAndMul(CustomOp, op_name="gelu_and_mul"):
 
 
 class _KeepsFloat32(nn.Module):
-    """Keeps tables in float32 where a model is turned into another dtype: ``model.bfloat16()`` would round them."""
+    """Keeps a table in float32 where a model is turned into another dtype: ``model.bfloat16()`` would round it."""
 
-    tables: ClassVar[tuple[str, ...]]
+    table_name: ClassVar[str]
+
+    def make_table(self) -> torch.Tensor:
+        """Return the table anew, on the CPU: one that was on the meta device holds nothing to be moved."""
+        raise NotImplementedError
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        kept = {name: getattr(self, name) for name in self.tables}
+        kept: torch.Tensor = getattr(self, self.table_name)
         result = super()._apply(*args, **kwargs)
-        for name, table in kept.items():
-            setattr(self, name, table.to(getattr(self, name).device))
+        device = getattr(self, self.table_name).device
+        setattr(self, self.table_name, (self.make_table() if kept.is_meta else kept).to(device))
         return result
 
 
@@ -100,7 +104,7 @@ class RotaryEmbedding(_KeepsFloat32, CustomOp, op_name="rotary_embedding"):
     """
 
     cos_sin: torch.Tensor
-    tables = ("cos_sin",)
+    table_name = "cos_sin"
 
     def __init__(
         self,
@@ -112,12 +116,16 @@ class RotaryEmbedding(_KeepsFloat32, CustomOp, op_name="rotary_embedding"):
         is_neox: bool = True,
     ) -> None:
         super().__init__()
-        rotary_dim = head_dim if rotary_dim is None else rotary_dim
-        frequencies = base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
-        angles = torch.arange(max_positions, dtype=torch.float64)[:, None] * frequencies
-        cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1).float()
-        self.register_buffer("cos_sin", cos_sin, persistent=False)
-        self.is_neox = is_neox
+        self.max_positions, self.base, self.is_neox = max_positions, base, is_neox
+        self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
+        self.register_buffer("cos_sin", self.make_table().to(torch.get_default_device()), persistent=False)
+
+    def make_table(self) -> torch.Tensor:
+        """Return cosines and sines of all angles, found in float64."""
+        with torch.device("cpu"):
+            exponents = -torch.arange(0, self.rotary_dim, 2, dtype=torch.float64) / self.rotary_dim
+            angles = torch.arange(self.max_positions, dtype=torch.float64)[:, None] * self.base**exponents
+            return torch.cat([angles.cos(), angles.sin()], dim=-1).float()
 
     def forward_native(
         self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
@@ -151,12 +159,17 @@ class QuantizeStatic(_KeepsFloat32, CustomOp, op_name="quantize_static"):
     """
 
     scale: torch.Tensor
-    tables = ("scale",)
+    table_name = "scale"
 
     def __init__(self, scale: float, dtype: torch.dtype) -> None:
         super().__init__()
-        self.register_buffer("scale", torch.tensor([scale], dtype=torch.float32))
+        self.initial_scale = scale
+        self.register_buffer("scale", self.make_table().to(torch.get_default_device()))
         self.dtype = dtype
+
+    def make_table(self) -> torch.Tensor:
+        """Return the scale that was given."""
+        return torch.tensor([self.initial_scale], dtype=torch.float32, device="cpu")
 
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         """Take ``[..., width]``; return it quantised."""
