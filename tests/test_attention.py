@@ -224,10 +224,35 @@ def refused(match: str, **changes: Any) -> None:
         ("lengths", lambda _: None, r"must be all there or none, got only \['key_cache', 'value_cache', 'block_table'"),
         ("window", lambda _: -1, "window must be 0"),
         ("soft_cap", lambda _: -1.0, "soft_cap must be 0"),
+        ("soft_cap", lambda _: float("inf"), "soft_cap must be 0 .none. or a finite number above, got inf"),
+        ("soft_cap", lambda _: float("nan"), "soft_cap must be 0"),
+        ("scale", lambda _: float("inf"), "scale must be a finite number, or None, got inf"),
+        ("scale", lambda _: float("nan"), "scale must be a finite number"),
+        ("q", lambda q: q[:, :0], "the heads of q must be at least 1, got 0|out must be"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name_and_writes_nothing(name: str, change: Any, match: str) -> None:
     refused(match, **{name: change})
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, 2**32, 2**32 + 1, 2**63 - 1])
+def test_a_window_beyond_every_length_is_none(window: int) -> None:
+    batch = make_batch([3, 2], [1, 4])
+    arguments = (*batch.new, batch.query_starts)
+    attention(*arguments, **batch.cache)
+    expected = batch.out.clone()
+    attention(*arguments, **batch.cache, window=window)
+    torch.testing.assert_close(batch.out, expected)
+    one = [x[:2].contiguous() for x in batch.new]
+    lengths = batch.cache["lengths"]
+    torch.ops.piecework.decode_attention(
+        *one, *(batch.cache[n] for n in ("key_cache", "value_cache", "block_table")), lengths
+    )
+    expected = one[3].clone()
+    torch.ops.piecework.decode_attention(
+        *one, *(batch.cache[n] for n in ("key_cache", "value_cache", "block_table")), lengths, window=window
+    )
+    torch.testing.assert_close(one[3], expected)
 
 
 def test_heads_must_share_key_heads_evenly() -> None:

@@ -257,6 +257,16 @@ def test_what_does_not_fit_is_refused_by_name(changes: dict[str, Any], match: st
         op(**arguments | {name: change(arguments.get(name)) for name, change in changes.items()})
 
 
+@pytest.mark.parametrize("decoder", DECODES.values(), ids=DECODES)
+@pytest.mark.parametrize("length", [-1, -(2**31), -(2**31) + 1])
+def test_a_negative_length_is_an_inactive_row(decoder: Decode, length: int) -> None:
+    batch = make_decoding([9, 0])
+    batch.lengths[1] = length
+    decode(decoder, batch)
+    batch.lengths[1] = 0
+    check(batch)
+
+
 # --- launch constants ---
 
 

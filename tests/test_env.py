@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -142,3 +143,15 @@ def test_a_plugin_that_is_not_there_is_named_in_a_line(monkeypatch: pytest.Monke
     result = runner.invoke(app, [])
     assert result.exit_code == 2
     assert "plugin 'nosuch' is not installed" in result.output
+
+
+def test_a_module_is_imported_to_show_its_ops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "def forward_native(self, x): return x"
+    (tmp_path / "ops_of_mine.py").write_text(
+        f"import piecework\nclass Mine(piecework.CustomOp, op_name='test_mine'):\n    {body}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "test_mine" not in runner.invoke(app, ["--json"]).stdout
+    assert "test_mine" in json.loads(runner.invoke(app, ["--json", "--import", "ops_of_mine"]).stdout)["custom ops"]
+    result = runner.invoke(app, ["--import", "no_such_module"])
+    assert (result.exit_code, "No module named 'no_such_module'" in result.output) == (2, True)

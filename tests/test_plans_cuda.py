@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import models  # noqa: F401 - registers the ops
 import piecework
 import piecework_silly_attention as silly
 from capture_models import in_threads
+from models import example
 from piecework import CaptureError, CompilationConfig, SplittingOp, counters, set_compile_context
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 pytestmark = pytest.mark.cuda
 
 ATTENTION = "aten::scaled_dot_product_attention"
@@ -72,8 +69,7 @@ def close(result: Any, expected: Any) -> None:
 
 def test_silly_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIECEWORK_LEVEL", "3")
-    import silly as program  # pyright: ignore[reportMissingImports]
-
+    program = example("silly")
     piecework.set_attention_ops(["silly.attention"])
     model = program.SillyModel()
     with counters.expect(num_graphs_seen=1, num_pieces_seen=5, num_piece_compilations=3, num_graph_captures=6):
@@ -86,9 +82,7 @@ def test_silly_program(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_toy_llama_of_12_layers_is_captured_26_times() -> None:
-    import toy_llama  # pyright: ignore[reportMissingImports]
-
-    model = toy_llama.build(12, tractable=False).cuda()
+    model = example("toy_llama").build(12, tractable=False).cuda()
     config = CompilationConfig(splitting_ops=["toy::attention"], capture_sizes=[1, 2])
     call = piecework.compile(model, config=config)
     with counters.expect(num_graph_captures=26, num_piece_compilations=3):

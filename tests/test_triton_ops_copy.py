@@ -187,3 +187,15 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
             copy_tensors_([x], wrong)
     with pytest.raises(ValueError, match=r"destination 0 must be contiguous, got the strides \(1, 4\)"):
         prepare_copy([x.t()])
+
+
+@pytest.mark.cuda
+def test_copies_are_launched_on_the_device_of_their_memory() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    sources = [torch.randn(5, 3, device="cuda:1"), torch.arange(7, device="cuda:1")]
+    destinations = [torch.zeros_like(source) for source in sources]
+    copy = prepare_copy(destinations, is_checked=False)
+    with torch.cuda.device(0):
+        copy(*sources)
+    assert_copied(destinations, sources)

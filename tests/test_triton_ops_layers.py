@@ -174,6 +174,31 @@ def test_what_the_kernels_do_not_take_runs_by_the_native_body(device: str) -> No
     assert made.skipped == {f"rms_norm of {PLUGIN}": "the op has no attribute 'weight', 'eps'"}
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("level", [0, 1])
+def test_training_has_gradients(level: int, device: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), ops.RMSNorm(8), ops.SiluAndMul()).to(device)
+    with triton_ops(device), torch.enable_grad():
+        compiled = piecework.compile(model, config=config(level, "all"))
+        compiled(random(3, 8, device=device)).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_tables_come_anew_from_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(ops.RotaryEmbedding(8, 16), ops.QuantizeStatic(0.5, torch.int8))
+    model = model.to_empty(device="cpu").bfloat16()
+    torch.testing.assert_close(model[0].cos_sin, ops.RotaryEmbedding(8, 16).cos_sin)
+    torch.testing.assert_close(model[1].scale, torch.tensor([0.5]))
+
+
+def test_every_way_to_switch_the_interpreter_on_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for word, is_on in (("1", True), ("true", True), ("ON", True), ("0", False), ("", False)):
+        monkeypatch.setenv("TRITON_INTERPRET", word)
+        brought = ops.piecework_custom_op_implementations("rms_norm", torch.device("cpu"))
+        assert (brought is not None) == is_on
+
+
 def test_on_a_cpu_without_the_interpreter_nothing_is_brought(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for name in ops.OP_NAMES:
