@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
 import piecework
 import piecework_silly_attention as silly
+from models import example
 from piecework import CompilationConfig, counters
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 pytestmark = pytest.mark.cuda
 
 
@@ -74,9 +71,7 @@ def test_exact_sizes_run_code_of_their_own() -> None:
 
 
 def test_toy_llama_compiles_three_unique_pieces() -> None:
-    import toy_llama  # pyright: ignore[reportMissingImports]
-
-    model = toy_llama.build(12, tractable=False).cuda()
+    model = example("toy_llama").build(12, tractable=False).cuda()
     expected = {"num_pieces_seen": 25, "num_capturable_pieces_seen": 13, "num_piece_compilations": 3}
     config = CompilationConfig(level=3, splitting_ops=["toy::attention"])
     fast = piecework.compile(model, config=config)
