@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from piecework.custom_op import CustomOp
 
 
+MOST_FORMS = 1000
+"""Of tensors that are remembered, as long as sequences of ever other lengths come."""
+
+
 class UntracedOp:
     """What answers the untraced calls of one op: what was chosen at the first, and the native body outside of that.
 
@@ -41,6 +45,9 @@ class UntracedOp:
         """Calls that the native body answered, since they were outside of the limits."""
         self._readers: dict[tuple[int, tuple[str, ...]], Callable[..., Any] | None] = {}
         """By the form of a call: what returns the tensor that limits are about; None where it can't be so called."""
+
+        self._within: set[tuple[torch.dtype, torch.Size]] = set()
+        """Of tensors that limits were looked at for, and held."""
 
     def answer(self, op: CustomOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call."""
@@ -65,7 +72,16 @@ class UntracedOp:
         if first is not None and first.device != self.choice.device:
             return False
         limited = read(args, kwargs)
-        return limits.refusal(form_of(limited) if isinstance(limited, torch.Tensor) else None) is None
+        if not isinstance(limited, torch.Tensor):
+            return limits.refusal(None) is None
+        seen = (limited.dtype, limited.shape)
+        if seen not in self._within:
+            if limits.refusal(form_of(limited)) is not None:
+                return False
+            if len(self._within) >= MOST_FORMS:
+                self._within.clear()
+            self._within.add(seen)
+        return True
 
     def _reader(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
         implementation = self.choice.implementation

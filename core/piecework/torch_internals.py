@@ -92,9 +92,9 @@ def is_traced() -> bool:
 
     ``torch.compiler.is_compiling()`` alone is one flag for the process: it is set in every thread while one compiles.
     """
-    if torch.compiler.is_dynamo_compiling():
-        return True
-    return torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
+    if not torch.compiler.is_compiling():  # First: each call asks this.
+        return False
+    return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 @contextlib.contextmanager
