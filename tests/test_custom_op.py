@@ -315,6 +315,14 @@ def test_an_eager_call_in_another_form_runs_the_native_body() -> None:
     assert ran == ["kernel", "native", "native", "kernel"]
 
 
+def test_an_eager_call_on_another_device_runs_the_native_body() -> None:
+    op = Device()
+    op(torch.zeros(2, 8))
+    assert op(torch.zeros(2, 8, device="meta")).device.type == "meta"
+    op(torch.zeros(2, 8))
+    assert ran == ["cpu", "cpu"]
+
+
 def test_limits_may_be_about_an_argument_behind_others() -> None:
     class Many(CustomOp, op_name="test_many"):
         def forward_native(self, *xs: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
