@@ -10,6 +10,7 @@ import torch
 import piecework
 from piecework import CompilationConfig, CustomOpImplementation, Limits, PluginError, hookimpl, testing
 from piecework.copy_inputs import CopyInputs
+from piecework.pool import Pool
 
 copied: list[int] = []
 """How many tensors each call of the plugin's implementation copied."""
@@ -182,3 +183,36 @@ def test_a_name_that_is_met_at_capture_is_not_said_to_switch_nothing(caplog: pyt
         fast = compiled(custom_ops="+copy_inputs")
         fast(*arguments(4))
     assert "switches nothing" not in caplog.text
+
+
+def test_memory_is_copied_onto_itself_only_in_turn_with_other_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    may_launch = [True]
+    switch = Pool.switch
+
+    def noting(pool: Pool) -> bool:
+        order.append("switch")
+        return switch(pool) and may_launch[0]
+
+    def copy(op: CopyInputs, *sources: torch.Tensor) -> None:
+        order.append("onto itself" if sources[0] is op.destinations[0] else "copy")
+        op.forward_native(*sources)
+
+    class Notes(Copies):
+        @hookimpl
+        def piecework_custom_op_implementations(self, op_name: str, device: torch.device) -> Any:
+            return [CustomOpImplementation(copy)] if op_name == "copy_inputs" else None
+
+    with testing.plugins(Notes()):
+        fast = compiled()
+        fast(*arguments(4))
+        monkeypatch.setattr(Pool, "switch", noting)
+        order.clear()
+        given = arguments(3)  # The first call that is padded to a size that is there.
+        torch.testing.assert_close(fast(*given), function(*given))
+        assert order[:2] == ["switch", "onto itself"]
+        may_launch[0] = False
+        order.clear()
+        given = arguments(2)  # On a stream that is being recorded.
+        torch.testing.assert_close(fast(*given), function(*given))
+        assert "onto itself" not in order

@@ -133,8 +133,12 @@ class PlanFunctions:
         return self.code(variant.is_padded, copy is not None, copied).function(namespace)
 
     def copy_at_once(self, destinations: Sequence[torch.Tensor]) -> Callable[..., Any] | None:
-        """Return what copies all inputs together; None where the native copies are written out in the code."""
-        if len(destinations) < 2:
+        """Return what copies all inputs together; None where the native copies are written out in the code.
+
+        Choosing it copies the memory of all sizes onto itself, which must not fall between the copy and the replay of
+        a call on another stream; and nothing may be launched on one that is being recorded.
+        """
+        if len(destinations) < 2 or not self.pool.switch():
             return None
         return choose_copy(CopyInputs(destinations), self.choices)
 

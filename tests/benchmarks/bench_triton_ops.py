@@ -35,11 +35,11 @@ IS_CUDA = torch.cuda.is_available()
 if not IS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # Read when Triton and the kernels are imported, which is what follows.
 
-import triton  # noqa: E402
-from triton_ops_cases import OPS, Case, Tensors  # noqa: E402
+import triton  # noqa: E402 - after the variable is set
+from triton_ops_cases import OPS, Case, Tensors  # noqa: E402 - it imports Triton
 
-from piecework_triton_ops.copy import copy_tensors_, prepare_copy  # noqa: E402
-from piecework_triton_ops.launching import Launch, ceil_div  # noqa: E402
+from piecework_triton_ops.copy import copy_tensors_, prepare_copy  # noqa: E402 - the same
+from piecework_triton_ops.launching import Launch, ceil_div  # noqa: E402 - the same
 
 DEVICE = torch.device("cuda:0" if IS_CUDA else "cpu")
 ROWS = (1, 16, 128, 1024, 4096, 16384)

@@ -79,7 +79,7 @@ class _KeepsFloat32(nn.Module):
 
     def make_table(self) -> torch.Tensor:
         """Return the table anew, on the CPU: one that was on the meta device holds nothing to be moved."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__qualname__} has no make_table")
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         kept: torch.Tensor = getattr(self, self.table_name)
