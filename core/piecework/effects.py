@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,8 +138,9 @@ class _Finder(Interpreter):
             return
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         overload = overload_of(node, args, kwargs)
-        if op_name(node) in _NORMS_WITH_RUNNING_STATISTICS:
-            yield from _running_statistics(node, overload, args, kwargs)
+        for tensor in running_statistics(node.target, overload, args, kwargs):
+            if (key := internals.storage_key(tensor)) is not None:
+                yield key
         if overload is None:
             return
         for position, argument in enumerate(internals.op_schema(overload).arguments):
@@ -188,24 +189,24 @@ _NORMS_WITH_RUNNING_STATISTICS = frozenset(
 """Ops that write to their running statistics, which neither their schema nor a version counter tells."""
 
 
-def _running_statistics(
-    node: Node, overload: internals.OpOverload | None, args: Any, kwargs: dict[str, Any]
-) -> Iterator[int]:
-    """Yield the storages of running statistics, if this call updates them."""
+def running_statistics(
+    target: Any, overload: internals.OpOverload | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[torch.Tensor]:
+    """Return the running statistics that a call of a norm updates."""
+    if name_of(target) not in _NORMS_WITH_RUNNING_STATISTICS:
+        return []
     if overload is not None:
         names = [argument.name for argument in internals.op_schema(overload).arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-    elif inspect.isfunction(node.target):
-        bound = inspect.signature(node.target).bind(*args, **kwargs)
+    elif inspect.isfunction(target):
+        bound = inspect.signature(target).bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
     else:  # torch.batch_norm and torch.instance_norm agree on these places
         names = ("input", "weight", "bias", "running_mean", "running_var", "training")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if given.get("training", given.get("use_input_stats")):
-        for tensor in tensors_in([given.get("running_mean"), given.get("running_var")]):
-            if (key := internals.storage_key(tensor)) is not None:
-                yield key
+    is_updated = given.get("training", given.get("use_input_stats"))
+    return tensors_in([given.get("running_mean"), given.get("running_var")]) if is_updated else []
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -246,9 +247,11 @@ def op_name(node: Node) -> str | None:
     """
     if node.op == "call_method":
         return _known_aten(str(node.target))
-    if node.op != "call_function":
-        return None
-    target: Any = node.target
+    return name_of(node.target) if node.op == "call_function" else None
+
+
+def name_of(target: Any) -> str | None:
+    """Return ``"ns::op"`` for an op, or for a function or operator that stands for one of ATen; else None."""
     if isinstance(target, internals.OpOverload):
         return target.name().partition(".")[0]
     if isinstance(target, internals.OpOverloadPacket):
