@@ -45,6 +45,8 @@ if TYPE_CHECKING:
         set_torch_compile_backend,
     )
     from piecework.tools.report import Report, report
+    from piecework.tools.verify.report import Verification
+    from piecework.tools.verify.verifying import verify
 
 __version__ = "0.1.0"
 
@@ -71,6 +73,8 @@ _HOMES = {
         *("set_torch_compile_backend",),
     ),
     "piecework.tools.report": ("Report", "report"),
+    "piecework.tools.verify.report": ("Verification",),
+    "piecework.tools.verify.verifying": ("verify",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -99,6 +103,7 @@ __all__ = [
     "SplittingOp",
     "StaleCaptureError",
     "TraceDepartureError",
+    "Verification",
     "capture",
     "compile",
     "counters",
@@ -114,6 +119,7 @@ __all__ = [
     "set_compile_context",
     "set_torch_compile_backend",
     "support_torch_compile",
+    "verify",
     "verify_assumptions",
 ]
 

@@ -316,7 +316,7 @@ def forward_of(model: Any, what: str) -> Forward:
         forward = state.forward
     if isinstance(forward, Forward):
         return forward
-    if getattr(type(model), "__piecework_decoration__", None) is not None:
+    if is_decorated(model):
         if isinstance(state, _InstanceState):
             raise ConfigError(f"{what}: this {type(model).__qualname__} stays eager (enable_if, ignore_torch_compile)")
         raise ConfigError(f"{what}: this {type(model).__qualname__} has not been called yet")
@@ -325,6 +325,27 @@ def forward_of(model: Any, what: str) -> Forward:
     raise ConfigError(
         f"{what} takes what piecework.compile returned, or an instance of a decorated class, got a {kind}{hint}"
     )
+
+
+def started_forward_of(model: Any, what: str) -> Forward:
+    """Return what stands behind a model, also where that is an instance of a decorated class that was never called.
+
+    Raises:
+        ConfigError: it is not compiled, or stays eager.
+    """
+    if is_decorated(model) and _STATE not in vars(model):
+        _first_call_of_instance(model, type(model).__piecework_call__)
+    return forward_of(model, what)
+
+
+def is_decorated(model: Any) -> bool:
+    """Whether a model is an instance of a class that compiles its instances."""
+    return getattr(type(model), "__piecework_decoration__", None) is not None
+
+
+def is_compiled(model: Any) -> bool:
+    """Whether ``compile`` returned a model, or its class is decorated."""
+    return getattr(model, "__piecework_forward__", None) is not None or is_decorated(model)
 
 
 def capture(
@@ -351,9 +372,7 @@ def capture(
     """
     from piecework.tools.progress import capture_progress  # It needs rich.
 
-    if getattr(type(model), "__piecework_decoration__", None) is not None and _STATE not in vars(model):
-        _first_call_of_instance(model, type(model).__piecework_call__)
-    forward = forward_of(model, "capture")
+    forward = started_forward_of(model, "capture")
     checked = tuple(check_sizes(sizes, "capture: sizes"))
     if isinstance(example_inputs, Mapping):
         args, kwargs = (), dict(example_inputs)

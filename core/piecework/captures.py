@@ -10,6 +10,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch.fx import Node
@@ -32,6 +33,8 @@ from piecework.split import SplitGraph
 from piecework.static_inputs import StaticInputs
 
 logger = logging.getLogger(__name__)
+
+RecorderT = TypeVar("RecorderT", bound=Recorder)
 
 
 class Captures:
@@ -269,15 +272,18 @@ class Captures:
                 raise CaptureError(f"size {key} of {self.owner} can't be captured: {why}") from error
 
     def record(self, key: Key, given: Mapping[int, torch.Tensor]) -> Recording:
+        return self.recorder(key).record(given)
+
+    def recorder(self, key: Key, kind: type[RecorderT] = Recorder) -> RecorderT:
+        """Return what records a size; inside a session."""
         values = self.sizes.values_of(key)
-        recorder = Recorder(
+        return kind(
             self.programs.of(self.pieces(key), key if len(values) == 1 else values),
             *(self.schedule, self.bound(), self.pool, self.statics, self.refusals),
             numbers=self.sizes.numbers_of(key),
             results=self.results,
             warm=self.warm[key, threading.get_ident()],
         )
-        return recorder.record(given)
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:

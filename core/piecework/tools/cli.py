@@ -18,6 +18,7 @@ from piecework.plugins import PluginInfo, PluginManager
 from piecework.settings import plugin_selection
 from piecework.tools.bench.commands import bench_app
 from piecework.tools.env import env_command
+from piecework.tools.verify.command import verify_command
 
 app = typer.Typer(
     name="piecework",
@@ -44,6 +45,7 @@ def _commands() -> None:
 
 # Commands that live in modules of their own are registered here.
 app.command("env")(env_command)
+app.command("verify")(verify_command)
 app.add_typer(bench_app, name="bench")
 
 

@@ -1,0 +1,1 @@
+"""Find out where a compiled model departs from eager: the first piece, then the first op."""

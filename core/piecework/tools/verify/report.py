@@ -1,0 +1,115 @@
+"""What ``verify`` found, as an object and as text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from piecework.config_checks import CompilationLevel, Size
+from piecework.tools.verify.comparing import Difference
+
+MEANINGS = {
+    "declaration": "an op does something else than it declares, which traces and compilers rely on",
+    "implementation": "the function that a SplittingOp names does something else than the op",
+    "piece": "the compiled code of a piece departs from its ops run one by one, on the same inputs",
+    "trace": "the trace departs from the original, op by op: something that it assumed is no longer so",
+    "capture": "a captured graph departs from the same code uncaptured, after steps that agree: it reads or writes "
+    "memory elsewhere (a stale address), or what it does is not recorded",
+    "between graphs": "what runs between two graphs departs from the same in an uncaptured call",
+    "call": "each step is right by itself, and so is a new capture; the answer to the call is not: it comes from a "
+    "capture that is stale, from padded rows, or from another path than was compared",
+    "sum": "no step departs by itself; small differences of all steps add up to more than the tolerance",
+}
+"""What each kind of departure says."""
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The first thing that is wrong at one size.
+
+    Attributes:
+        kind: one of ``MEANINGS``.
+        place: the piece, op or graph.
+        difference: how its result departs.
+        op: the first op that departs, with the user's line; None where none can be told.
+        op_difference: how that one's result departs.
+        script: shows it by itself; None where it takes the whole model.
+    """
+
+    kind: str
+    place: str
+    difference: Difference
+    op: str | None = None
+    op_difference: Difference | None = None
+    script: Path | None = None
+
+    @property
+    def lines(self) -> list[str]:
+        """Return it line by line."""
+        found = [f"{self.place}: {str(self.difference).strip()}"]
+        if self.op is not None:
+            found.append(f"  first op: {self.op}: {str(self.op_difference or '').strip()}")
+        found.append(f"  {MEANINGS[self.kind]}")
+        if self.script is not None:
+            found.append(f"  python {self.script} shows it")
+        return found
+
+
+@dataclass(frozen=True)
+class SizeVerification:
+    """One size.
+
+    Attributes:
+        size: as the user wrote it; None for the inputs as they were given.
+        answered_by: what answered the call.
+        departures: what is wrong; nothing, or the first thing.
+        num_pieces: compiled pieces that were compared op by op.
+        num_ops: splitting ops that were looked at.
+        num_graphs: captured graphs that were replayed one by one.
+        random_pieces: pieces whose compiled code draws other random numbers than their ops one by one. They can't be
+            compared, nor can their captures and the answer to the call.
+        largest: the largest difference between the answer and eager's, whatever the tolerance; None where they are
+            equal bit by bit.
+    """
+
+    size: Size | None
+    answered_by: str
+    departures: tuple[Departure, ...] = ()
+    num_pieces: int = 0
+    num_ops: int = 0
+    num_graphs: int = 0
+    random_pieces: tuple[str, ...] = ()
+    largest: Difference | None = None
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What ``verify`` compared and found; ``str()`` gives it as text."""
+
+    owner: str
+    level: CompilationLevel | None
+    sizes: tuple[SizeVerification, ...] = field(default=())
+
+    @property
+    def is_right(self) -> bool:
+        """Whether nothing departs at any size."""
+        return not self.departures
+
+    @property
+    def departures(self) -> tuple[Departure, ...]:
+        """Return what departs, size by size."""
+        return tuple(departure for one in self.sizes for departure in one.departures)
+
+    def __str__(self) -> str:
+        level = "no level yet" if self.level is None else f"level {self.level.value}"
+        lines = [f"{self.owner} at {level}: {'right' if self.is_right else 'WRONG'}"]
+        for one in self.sizes:
+            what = f"{one.num_pieces} pieces, {one.num_ops} splitting ops, {one.num_graphs} graphs compared"
+            apart = "equal" if one.largest is None else f"apart by {one.largest.largest or 0:.3g}"
+            size = "the inputs as given" if one.size is None else f"size {one.size}"
+            lines.append(f"{size}: answered by {one.answered_by}; {what}; answer and eager: {apart}")
+            if one.random_pieces:
+                names = ", ".join(one.random_pieces)
+                lines.append(f"  not compared: {names} (other random numbers), captures, and the answer to the call")
+            lines += [f"  {line}" for departure in one.departures for line in departure.lines]
+        return "\n".join(lines)

@@ -1,0 +1,451 @@
+"""What ``verify`` finds: planted faults by name, and nothing where all is right."""
+
+from __future__ import annotations
+
+import copy
+import json
+import operator
+import runpy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import Node
+from typer.testing import CliRunner
+
+import capture_models
+import models
+import piecework
+from piecework import Capture, CompilationConfig, CompiledPiece, ConfigError, Piece, Recordable, SplittingOp, Verification, testing
+from piecework.testing import EmulatedCapturer
+from piecework.tools.cli import app
+
+ops = torch.ops.models
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("PIECEWORK_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def config(**settings: Any) -> CompilationConfig:
+    return CompilationConfig(**{"level": 3, "splitting_ops": models.OPS, **settings})
+
+
+def steps(x: torch.Tensor) -> torch.Tensor:
+    """Two pieces; the second multiplies, then adds."""
+    y = ops.scale3(x + 1)
+    z = y.sigmoid()
+    return z * 2 + y
+
+
+class Miscompiling:
+    """A piece compiler that gets one op wrong: what it should multiply by, it multiplies by a hundredth more."""
+
+    name = "miscompiling"
+
+    @piecework.hookimpl
+    def piecework_compile_piece(self, piece: Piece) -> CompiledPiece:
+        graph = copy.deepcopy(piece.graph)
+        for node in graph.graph.nodes:
+            if node.target is operator.mul and not isinstance(node.args[1], Node):
+                node.args = (node.args[0], node.args[1] * 1.01)
+        graph.recompile()
+        return CompiledPiece(graph.forward)
+
+
+def test_a_miscompiled_op_is_named(own_cache: Path) -> None:
+    before = torch.get_rng_state()
+    with testing.plugins(Miscompiling()):
+        found = piecework.verify(steps, (torch.ones(4, 6),), [3, 4], config=config(piece_compiler="miscompiling"))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not found.is_right
+    assert [one.size for one in found.sizes] == [3, 4]
+    departure = found.departures[0]
+    assert (departure.kind, departure.place) == ("piece", "piece_1")
+    assert departure.difference.largest is not None
+    assert 0 < departure.difference.largest < 0.02
+    assert departure.op is not None
+    assert departure.op.startswith("aten::mul (")
+    assert "z * 2 + y" in departure.op
+    assert departure.script is not None
+    assert departure.script.parent == own_cache / "verify"
+    text = str(found)
+    for word in ("steps at level 3: WRONG", "piece_1", "first op: aten::mul", "rtol 0.0001", str(departure.script)):
+        assert word in text, word
+
+
+def test_the_script_shows_the_miscompiled_op_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    with testing.plugins(Miscompiling()):
+        found = piecework.verify(steps, (torch.randn(4, 6),), config=config(piece_compiler="miscompiling"))
+        (departure,) = found.departures
+        assert departure.script is not None
+        runpy.run_path(str(departure.script))
+    printed = capsys.readouterr().out
+    assert "largest difference 0.0" in printed  # a hundredth of a sigmoid, times two
+    assert "largest difference 0\n" not in printed
+    source = departure.script.read_text()
+    assert source.count("sigmoid") == 1
+    assert "+" not in source.partition("def forward")[2].partition("return")[0]  # what comes after the op is left out
+
+
+class ClaimingTooMuch(EmulatedCapturer):
+    """A capturer whose graphs read copies of their inputs, made at the capture: stale addresses."""
+
+    def capture(self, fn: Callable[[], tuple[torch.Tensor, ...]]) -> Capture:
+        assert isinstance(fn, Recordable)
+        stale = tuple(tensor.clone() for tensor in fn.inputs)
+        return super().capture(Recordable(fn.name, fn.run, stale, fn.writes))
+
+
+def test_a_stale_address_is_named(own_cache: Path) -> None:
+    with capture_models.capturing_by(ClaimingTooMuch(torch.device("cpu"))):
+        call = piecework.compile(steps, config=config(piece_compiler="eager", capturer="own", capture_sizes=(4,)))
+        found = piecework.verify(call, (torch.randn(4, 6),))
+        (departure,) = found.departures
+        assert (departure.kind, departure.place) == ("capture", "piece_1")
+        assert departure.op is not None
+        assert "stale address" in str(found)
+        assert departure.script is not None
+        compiled = runpy.run_path(str(departure.script))
+        assert not torch.equal(compiled["results"][0], compiled["by_itself"][0])
+
+
+library = torch.library.Library("verify", "DEF")
+library.define("sneaky(Tensor q, Tensor out) -> Tensor")
+library.impl("sneaky", lambda q, out: (out.copy_(q * 7), q + 1)[1], "CompositeExplicitAutograd")
+torch.library.register_fake("verify::sneaky", lambda q, out: torch.empty_like(q), lib=library)
+
+
+def sneaky(x: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    y = torch.ops.verify.sneaky(x + 1, out)
+    return y + out
+
+
+@pytest.mark.parametrize("splitting_ops", [("verify::sneaky",), ()], ids=["splitting", "inside"])
+def test_an_undeclared_mutation_is_named(splitting_ops: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with testing.plugins():
+        settings = config(splitting_ops=splitting_ops, piece_compiler="eager")
+        found = piecework.verify(sneaky, (torch.randn(4, 6),), config=settings)
+    (departure,) = found.departures
+    assert departure.kind == "declaration"
+    assert departure.op is not None
+    assert departure.op.startswith("verify::sneaky (")
+    assert "argument 'out'" in str(departure.difference)
+    if splitting_ops:
+        assert departure.script is not None
+        runpy.run_path(str(departure.script))
+        assert "argument 1: changed" in capsys.readouterr().out
+
+
+def test_an_implementation_that_differs_from_its_op_is_named() -> None:
+    wrong = SplittingOp("models::scale3", implementation=lambda x: x * 3.5)
+    with testing.plugins():
+        found = piecework.verify(
+            steps, (torch.randn(4, 6),), config=config(splitting_ops=(wrong,), piece_compiler="eager")
+        )
+    (departure,) = found.departures
+    assert departure.kind == "implementation"
+    assert "models::scale3" in departure.place
+
+
+FACTOR = 2.0
+
+
+def by_global(x: torch.Tensor) -> torch.Tensor:
+    return ops.scale3(x + 1) * FACTOR
+
+
+def test_a_trace_that_no_longer_holds_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with testing.plugins():
+        call = piecework.compile(by_global, config=config(piece_compiler="eager"))
+        x = torch.randn(4, 6)
+        call(x)
+        monkeypatch.setitem(by_global.__globals__, "FACTOR", 3.0)  # What calls don't look at.
+        found = piecework.verify(call, (x,))
+    (departure,) = found.departures
+    assert departure.kind == "trace"
+    assert departure.op is not None
+    assert departure.op.startswith("aten::mul")
+    assert "x + 1) * FACTOR" in departure.op
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_a_model_that_is_right_is_found_right_at_every_level(level: int) -> None:
+    model = models.Linear()
+    state = copy.deepcopy(model.state_dict())
+    with testing.plugins():
+        found = piecework.verify(
+            model, (torch.randn(4, 6),), [1, 3, 4], config=config(level=level, piece_compiler="eager")
+        )
+    assert found.is_right, str(found)
+    assert f"level {level}: right" in str(found)
+    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
+    if level == 3:
+        assert [(one.num_pieces, one.num_ops, one.num_graphs) for one in found.sizes] == [(2, 1, 2)] * 3
+
+
+class Stateful(nn.Module):
+    """Writes to a buffer and to an argument."""
+
+    total: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(6))
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, cache: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        self.total.add_(x.sum(0))
+        cache["k"][: x.shape[0]].copy_(x)
+        y = ops.scale3(self.linear(x)) + self.total
+        return {"y": y, "cache": cache["k"].sum(1)}
+
+
+def test_what_a_model_writes_is_compared_and_put_back() -> None:
+    model, cache = Stateful(), {"k": torch.zeros(8, 6)}
+    with testing.plugins():
+        call = piecework.compile(
+            model, config=config(piece_compiler="eager", capture_sizes=(2, 4)), dynamic_arg_dims={"x": 0}
+        )
+        found = piecework.verify(call, (torch.randn(4, 6), cache), [2, 3, 4])
+        assert found.is_right, str(found)
+        assert not model.total.any()
+        assert not cache["k"].any()
+        assert "captures of size 4" in found.sizes[2].answered_by
+        with torch.no_grad():
+            call(torch.ones(4, 6), cache)  # The captures are still there, and right.
+    assert model.total.tolist() == [4.0] * 6
+
+
+class ForgettingBuffers:
+    """A piece compiler whose code loses what a piece writes to its inputs."""
+
+    name = "forgetting"
+
+    @piecework.hookimpl
+    def piecework_compile_piece(self, piece: Piece) -> CompiledPiece:
+        def run(*inputs: Any) -> Any:
+            return piece.graph.forward(*(i.clone() if isinstance(i, torch.Tensor) else i for i in inputs))
+
+        return CompiledPiece(run)
+
+
+def test_a_lost_write_is_named() -> None:
+    with testing.plugins(ForgettingBuffers()):
+        found = piecework.verify(
+            Stateful(),
+            (torch.randn(4, 6), {"k": torch.zeros(8, 6)}),
+            config=config(piece_compiler="forgetting"),
+            dynamic_arg_dims={"x": 0},
+        )
+    (departure,) = found.departures
+    assert (departure.kind, departure.place) == ("piece", "piece_0")
+    assert "was not written to" in str(departure.difference)
+
+
+class Raising:
+    """A piece compiler whose code raises where a piece holds a sigmoid."""
+
+    name = "raising"
+
+    @piecework.hookimpl
+    def piecework_compile_piece(self, piece: Piece) -> CompiledPiece:
+        def run(*inputs: Any) -> Any:
+            if "sigmoid" in piece.graph.code:
+                raise ZeroDivisionError("planned")
+            return piece.graph.forward(*inputs)
+
+        return CompiledPiece(run)
+
+
+def test_compiled_code_that_raises_is_named() -> None:
+    with testing.plugins(Raising()):
+        found = piecework.verify(
+            steps, (torch.randn(4, 6),), config=config(piece_compiler="raising", on_failure="eager")
+        )
+    (departure,) = found.departures
+    assert "ZeroDivisionError: planned" in str(found)
+    assert departure.kind in ("call", "piece")
+
+
+def test_inputs_may_be_a_function_of_the_size() -> None:
+    asked: list[Any] = []
+
+    def inputs(size: Any) -> tuple[torch.Tensor, ...]:
+        asked.append(size)
+        return (torch.randn(size["b"], size["s"], 6),)
+
+    with testing.plugins():
+        found = piecework.verify(
+            steps,
+            inputs,
+            [{"b": 2, "s": 3}, {"b": 3, "s": 5}],
+            config=config(piece_compiler="eager"),
+            dynamic_arg_dims={"x": {0: "b", 1: "s"}},
+        )
+    assert found.is_right, str(found)
+    assert asked == [{"b": 2, "s": 3}, {"b": 3, "s": 5}]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "sizes", "match"),
+    [
+        ((torch.ones(2, 6), 3), [1], "don't fit steps"),
+        ("x", [1], "inputs must be a tuple"),
+        ((torch.ones(2, 6),), ["4"], "sizes"),
+        ((torch.ones(2, 6),), [{"cols": 4}], "a value for each of rows"),
+        ((torch.ones(0, 6),), [4], "no rows"),
+        (lambda size: (torch.ones(size, 6),), (), "function of the size"),
+    ],
+)
+def test_what_can_not_be_verified_is_refused(inputs: Any, sizes: Any, match: str) -> None:
+    with testing.plugins(), pytest.raises(ConfigError, match=match):
+        piecework.verify(steps, inputs, sizes, config=config(piece_compiler="eager"))
+
+
+def test_a_compiled_model_brings_its_own_config() -> None:
+    with testing.plugins(), pytest.raises(ConfigError, match="its own config"):
+        piecework.verify(piecework.compile(steps), (torch.ones(2, 6),), config=config())
+
+
+def test_a_decorated_class_is_verified_at_the_level_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    @piecework.support_torch_compile
+    class Decorated(models.Linear):
+        pass
+
+    models.use_level(monkeypatch, 3)
+    with testing.plugins():
+        found = piecework.verify(Decorated(), (torch.randn(4, 6),), [2])
+    assert found.is_right, str(found)
+    assert isinstance(found, Verification)
+    assert found.sizes[0].num_pieces == 2
+
+
+def test_random_numbers_are_drawn_alike_by_every_run() -> None:
+    def dropped(x: torch.Tensor) -> torch.Tensor:
+        return ops.scale3(torch.nn.functional.dropout(x, 0.5)) + torch.rand_like(x)
+
+    x, before = torch.randn(8, 6), torch.get_rng_state()
+    with testing.plugins():
+        found = piecework.verify(dropped, (x,), config=config(piece_compiler="eager"))
+    assert found.is_right, str(found)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.fixture
+def inductor() -> Iterator[None]:
+    with testing.plugins(load_installed=True):
+        yield
+
+
+@pytest.mark.usefixtures("inductor")
+def test_other_random_numbers_of_compiled_code_are_said_and_not_compared() -> None:
+    def dropped(x: torch.Tensor) -> torch.Tensor:
+        return ops.scale3(torch.nn.functional.dropout(x, 0.5)).sigmoid()
+
+    found = piecework.verify(dropped, (torch.randn(8, 6),), config=config(piece_compiler="inductor"))
+    assert found.is_right, str(found)
+    assert found.sizes[0].random_pieces == ("piece_0",)
+    assert "not compared: piece_0 (other random numbers)" in str(found)
+
+
+@pytest.mark.usefixtures("inductor")
+def test_inductor_pieces_are_found_right() -> None:
+    found = piecework.verify(
+        models.Linear(), (torch.randn(4, 6),), [2, 4], config=config(piece_compiler="inductor", capture_sizes=(4,))
+    )
+    assert found.is_right, str(found)
+    assert found.sizes[1].num_graphs == 2
+
+
+# --- the command line ---------------------------------------------------------------------------
+
+PROGRAM = """
+import torch
+import piecework
+from piecework import CompiledPiece
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.GELU())
+
+
+def make_model():
+    return model
+
+
+def inputs(size):
+    return (torch.randn(size, 6),)
+
+
+example = (torch.randn(3, 6),)
+dims = {"rows": 0}
+
+
+class Wrong:
+    @piecework.hookimpl
+    def piecework_compile_piece(self, piece):
+        return CompiledPiece(lambda *given: [result * 1.5 for result in piece.graph.forward(*given)])
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "verified_program.py").write_text(PROGRAM)
+    (tmp_path / "piecework_wrong_code.py").write_text("from verified_program import Wrong\n\nplugin = Wrong()\n"
+        "piecework_compile_piece = plugin.piecework_compile_piece\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["verify", *arguments])
+
+
+EAGER = ("--config", '{"piece_compiler": "eager", "capture_sizes": [4]}')
+
+
+def test_command_says_that_a_model_is_right(program: Path) -> None:
+    given = ("verified_program:model", "--inputs", "verified_program:inputs", "--size", "1,4", "--size", "9")
+    result = run(*given, *EAGER, "--dims", '{"input": 0}')
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("Sequential at level 3: right")
+    assert "size 4: answered by the captures of size 4" in result.output
+    assert result.output.count("answer and eager: equal") == 3
+    made = run("verified_program:make_model", "--make", "--inputs", "verified_program:example", *EAGER, "--json")
+    assert json.loads(made.output)["is_right"] is True
+
+
+def test_command_fails_where_something_departs(program: Path) -> None:
+    result = run(
+        *("verified_program:model", "--inputs", "verified_program:example", "--plugin", "piecework_wrong_code"),
+        *("--config", '{"piece_compiler": "wrong_code"}', "--folder", str(program / "scripts"), "--json"),
+    )
+    assert result.exit_code == 1, result.output
+    report = json.loads(result.output)
+    (departure,) = report["sizes"][0]["departures"]
+    assert departure["kind"] == "piece"
+    assert Path(departure["script"]).parent == program / "scripts"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (("nowhere", "--inputs", "verified_program:example"), "MODEL must be MODULE:NAME"),
+        (("no_such_module:model", "--inputs", "verified_program:example"), "No module named 'no_such_module'"),
+        (("verified_program:modl", "--inputs", "verified_program:example"), "did you mean 'model'"),
+        (("verified_program:model", "--inputs", "verified_program:example", "--size", "four"), "--size takes numbers"),
+        (("verified_program:model", "--inputs", "verified_program:example", "--size", '{"a": '), "--size is no JSON"),
+        (("verified_program:model", "--inputs", "verified_program:example", "--dims", "[1]"), "--dims must be an object"),
+        (("verified_program:model", "--inputs", "verified_program:example", "--config", '{"levl": 3}'), "--config"),
+    ],
+)
+def test_command_refuses_what_it_can_not_read(program: Path, arguments: tuple[str, ...], match: str) -> None:
+    result = run(*arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert match in str(result.exception)
