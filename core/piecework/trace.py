@@ -19,6 +19,7 @@ import torch
 
 from piecework import torch_internals as internals
 from piecework.arguments import Arguments, fake_value, trace_sizes
+from piecework.config_checks import show
 from piecework.errors import CompileError
 from piecework.exact import departs_at_one
 from piecework.inputs import GraphInput, Sizes, dim_symbol
@@ -61,22 +62,36 @@ class Assumptions:
 
     def _describe(self, failed: str) -> str:
         condition, _, where = failed.partition("  # ")
-        condition = condition.strip()
-        expression = re.search(rf"L\['{TARGET}'\][\w.\[\]']*", condition)
+        # Of the length of a dict, Dynamo says what failed, and not what was asked for.
+        condition = re.sub(r"^(len\(.*\)) != (\d+)$", r"\1 == \2", condition.strip())
+        compared = re.fullmatch(rf"((?!.*___).*L\['{TARGET}'\].*) == .*", condition)  # no helper of Dynamo's
+        expression = compared or re.search(rf"(L\['{TARGET}'\][\w.\[\]']*)", condition)
         now = ""
         if expression is not None:
             try:
-                current = eval(expression.group(), {"L": self.scope, "G": {}})  # noqa: S307 - Dynamo's own source text
-                now = f", now it is {current!r}" if not isinstance(current, (torch.nn.Module, torch.Tensor)) else ""
+                current = eval(expression[1], {"L": self.scope, "G": {}})  # noqa: S307 - Dynamo's own source text
+                now = f", now it is {_shown(current)}"
             except (AttributeError, KeyError, IndexError, TypeError):
                 now = ", now it is gone"
         line = f" (read at: {where.strip()})" if where else ""
+        if (found := _NOT_FOUND.fullmatch(condition)) is not None:
+            return f"{readable(found[1])} is no longer held where it was when traced{now}{line}"
         return f"the trace relies on {readable(condition)}{now}{line}"
+
+
+def _shown(value: Any) -> str:
+    is_large = isinstance(value, (torch.nn.Module, torch.Tensor))
+    return f"a {type(value).__name__}" if is_large else show(value)
+
+
+_NOT_FOUND = re.compile(r"(?:KeyError|AttributeError|IndexError) on (.*)")
+"""What Dynamo says of an attribute or item that is gone, or that became a part of a module and was none."""
 
 
 def readable(source: str) -> str:
     """Return source expressions of Dynamo's in a text as a user would write them."""
     text = source.replace(f"L['{TARGET}']", "self")
+    text = re.sub(r"dict\((type\([^()]*\))(?:\.__mro__\[\d+\])?\.__dict__\)\['(\w+)'\]", r"\1.\2", text)
     return re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", text)
 
 
@@ -290,7 +305,8 @@ def _read_source(entry: Any) -> str | None:
 def _is_kept(entry: Any) -> bool:
     if entry.guard_type in ("TENSOR_MATCH", "SHAPE_ENV", "GLOBAL_STATE", "GRAD_MODE", "AUTOGRAD_SAVED_TENSORS_HOOKS"):
         return False
-    return entry.is_global or not entry.name or entry.name.startswith(TARGET)
+    # Not only at the start: what a module has from its class is read as ``type(target)``.
+    return entry.is_global or not entry.name or TARGET in entry.name
 
 
 def _recorder(recorded: _Recorded, backend: Callable[..., Any] | None) -> Callable[..., Any]:
