@@ -191,6 +191,27 @@ def test_an_op_marked_as_unsafe_for_graphs_is_refused(capturer: EmulatedCapturer
             record(capturer, torch.ops.emulated_test.unsafe, torch.ones(3))
 
 
+def test_what_the_body_of_an_op_reads_is_refused_and_the_op_is_named(capturer: EmulatedCapturer) -> None:
+    with torch.library._scoped_library("emulated_test", "DEF") as library:
+        for name in ("inner", "outer", "lists", "quiet"):
+            library.define(f"{name}(Tensor x) -> Tensor")
+        ops = torch.ops.emulated_test
+        bodies = {
+            "inner": lambda x: x * float(x.sum()),
+            "outer": lambda x: ops.inner(x) + 1,
+            "lists": lambda x: x * x.tolist()[0],
+            "quiet": lambda x: x + x.sum(),
+        }
+        for name, body in bodies.items():
+            library.impl(name, body, "CompositeExplicitAutograd")
+        for op, named in ((ops.inner, "inner"), (ops.outer, "inner"), (ops.lists, "lists")):
+            with pytest.raises(CaptureError, match=rf"in emulated_test::{named}, .*\['emulated_test::{named}'\]"):
+                record(capturer, lambda x, op=op: (op(x) * 2,), torch.ones(3))
+        capture = record(capturer, lambda x: (ops.quiet(x),), torch.ones(3))
+        capture.replay()
+        assert capture.outputs[0].tolist() == [4.0] * 3
+
+
 def test_a_capture_fails_on_purpose_after_the_work_was_run() -> None:
     capturer = EmulatedCapturer(CPU, fail_at=2, error=torch.OutOfMemoryError("on purpose"))
     x, calls = torch.ones(3), []

@@ -433,6 +433,13 @@ def direct_call(overload: OpOverload) -> Callable[..., Any]:
     return getattr(overload, "_op", overload)
 
 
+def call_on_cpu(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run the kernel of an op for the CPU; a mode that sees torch functions sees those of its body, and not the op."""
+    if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(overload.name(), "CPU"):
+        return overload(*args, **kwargs)
+    return overload.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+
+
 foreach_copy_: Callable[..., Any] = direct_call(torch.ops.aten._foreach_copy_.default)
 """Copies several tensors of one dtype by one launch."""
 foreach_zero_: Callable[..., Any] = direct_call(torch.ops.aten._foreach_zero_.default)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from piecework import torch_internals as internals
 from piecework.errors import CaptureError
@@ -16,15 +17,19 @@ __all__ = ["Refusing"]
 class Refusing(internals.TorchDispatchMode):
     """Runs every op but those that a stream capture can't record.
 
-    It sees the ops that a piece calls, not what compiled code does by itself, and no reads that bypass the
-    dispatcher (``Tensor.numpy``, ``Tensor.tolist``).
+    It sees the ops that a piece calls and those that their Python bodies call, not what compiled code does by itself,
+    and no reads that bypass the dispatcher (``Tensor.numpy``, and outside of such bodies ``Tensor.tolist``).
+
+    Args:
+        name: what is captured.
+        inside: the op whose body is looked at.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, inside: str = "") -> None:
         super().__init__()
-        self.name = name
+        self.name, self.inside = name, inside
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -34,11 +39,41 @@ class Refusing(internals.TorchDispatchMode):
             return func(*args, **kwargs)
         why = _why_refused(func, args, kwargs)
         if why is not None:
-            raise CaptureError(f"{self.name} can't be captured: {why}")
+            raise self.refusal(why)
         # In inference mode composite ops arrive whole, and what they do inside would not be seen.
         with self:
             result = func.decompose(*args, **kwargs)
-        return func(*args, **kwargs) if result is NotImplemented else result
+        if result is not NotImplemented:
+            return result
+        if func.namespace in ("aten", "prims", "prim"):
+            return func(*args, **kwargs)
+        with _InBody(Refusing(self.name, inside=func.name().partition(".")[0])):
+            return internals.call_on_cpu(func, args, kwargs)
+
+    def refusal(self, why: str) -> CaptureError:
+        """Return an error that says what is refused, and where."""
+        if not self.inside:
+            return CaptureError(f"{self.name} can't be captured: {why}")
+        return CaptureError(
+            f"{self.name} can't be captured: in {self.inside}, {why}; make {self.inside} a splitting op, as in "
+            f"splitting_ops=[{self.inside!r}], so that it runs between the graphs"
+        )
+
+
+class _InBody(TorchFunctionMode):
+    """Looks at what the Python body of an op calls: the mode that met the op is off inside of it."""
+
+    def __init__(self, refusing: Refusing) -> None:
+        super().__init__()
+        self.refusing = refusing
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.tolist:
+            raise self.refusing.refusal("Tensor.tolist reads a tensor on the host, which needs a host synchronisation")
+        with self.refusing:
+            return func(*args, **(kwargs or {}))
 
 
 def _why_refused(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
