@@ -29,6 +29,7 @@ from piecework.program import Pieces, Programs
 from piecework.recorder import Recorder, Recording, recording_session
 from piecework.refusals import Refusals
 from piecework.schedule import Schedule
+from piecework.segment import SizeRefusedError
 from piecework.split import SplitGraph
 from piecework.static_inputs import StaticInputs
 
@@ -194,23 +195,32 @@ class Captures:
 
     # One size.
 
-    def try_to_capture(self, key: Key, given: Mapping[int, torch.Tensor], *, is_asked_for: bool = True) -> str | None:
+    def try_to_capture(
+        self,
+        key: Key,
+        given: Mapping[int, torch.Tensor],
+        *,
+        padded_from: Key | None = None,
+        is_asked_for: bool = True,
+    ) -> str | None:
         """Capture a size; return why it could not be done, where that is no error.
 
-        It is none with ``on_failure="eager"``, and for a size that nobody asked to capture: such a call would
-        have worked without.
+        It is none with ``on_failure="eager"``, and where the call would have worked without: for a size that nobody
+        asked to capture, and for one that the model can't run, which a smaller call would have been padded to.
         """
         try:
             self.capture(key, given)
         except CaptureError as error:
-            if self.config.on_failure == "error" and is_asked_for:
+            must_run = padded_from is None or not isinstance(error.__cause__, SizeRefusedError)
+            if self.config.on_failure == "error" and is_asked_for and must_run:
                 raise
             calls = sum(self.num_uncaptured[key].values())
             self.retry_at[key] = max(2 * calls, 2)
             why = str(error.__cause__ or error)
             if why not in self.said:
                 self.said.add(why)
-                warnings.warn(PieceworkWarning(f"{self.owner} answers size {key} uncaptured: {error}"), stacklevel=5)
+                size = key if padded_from is None else padded_from
+                warnings.warn(PieceworkWarning(f"{self.owner} answers size {size} uncaptured: {error}"), stacklevel=5)
             return "capturing it failed"
         return None if key in self.plans else self.why_left_out(key)
 

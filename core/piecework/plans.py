@@ -132,7 +132,10 @@ class Plans:
                     return self.note_uncaptured(key, RECORDED, uncaptured)
                 if (why_not := self.captures.why_not_now(self.by_position(given))) is not None:
                     return self.note_uncaptured(key, why_not, uncaptured)
-                why_not = self.captures.try_to_capture(target, self.by_position(given), is_asked_for=is_asked_for)
+                padded_from = key if key != target else None
+                why_not = self.captures.try_to_capture(
+                    target, self.by_position(given), padded_from=padded_from, is_asked_for=is_asked_for
+                )
                 if why_not is not None:
                     return self.note_uncaptured(key, why_not, uncaptured)
                 if not is_asked_for:

@@ -18,6 +18,10 @@ from piecework.split import PieceStep
 from piecework.values import Values
 
 
+class SizeRefusedError(CaptureError):
+    """What a piece runs fails at a size by itself, whether or not it is captured."""
+
+
 class Segment:
     """Neighbouring actions that become one graph.
 
@@ -95,7 +99,7 @@ class Segment:
             raise
         except Exception as error:  # of a compiled piece: it fails in this size's capture, and in nothing else
             what = f"{action.step.name} failed in its warm-up"
-            raise CaptureError(f"{what}: {type(error).__name__}: {error}") from error
+            raise SizeRefusedError(f"{what}: {type(error).__name__}: {error}") from error
 
     def explained(self, error: CaptureError) -> CaptureError:
         """Return an error that names the op that the device refuses, if recording ops one by one finds it."""
