@@ -110,7 +110,7 @@ def _compile(piece: Piece, config: CompilationConfig, manager: PluginManager, ow
         return PieceRun(eager_piece(piece).run, EAGER)
     counters.num_piece_compilations += 1
     compiled, plugin = answer
-    return PieceRun(compiled.run, plugin)
+    return PieceRun(compiled.run, plugin, str(manager.origin(plugin)))
 
 
 def _failed(piece: Piece, text: str, failure: PieceworkError, config: CompilationConfig, owner: str) -> PieceRun:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,7 +45,15 @@ class CopyInputs(CustomOp, op_name="copy_inputs"):
             internals.foreach_copy_([self.destinations[i] for i in indices], [sources[i] for i in indices])
 
 
-def choose_copy(op: CopyInputs, choices: CustomOpChoices) -> Callable[..., Any] | None:
+@dataclass(frozen=True)
+class ChosenCopy:
+    """What copies the inputs of one captured size, and its name for messages."""
+
+    function: Callable[..., Any]
+    name: str
+
+
+def choose_copy(op: CopyInputs, choices: CustomOpChoices) -> ChosenCopy | None:
     """Choose what copies the inputs of one captured size, note it and prepare it; None for the native body."""
     call = CallForm(tuple(map(form_of, op.destinations)), ())
     asked = choices.attributes_asked(CopyInputs, call.device)
@@ -54,4 +63,4 @@ def choose_copy(op: CopyInputs, choices: CustomOpChoices) -> Callable[..., Any] 
         return None
     copy = functools.partial(choice.implementation.function, op)
     copy(*op.destinations)
-    return op.prepared or copy
+    return ChosenCopy(op.prepared or copy, str(choice))

@@ -26,6 +26,7 @@ from piecework.errors import CompileError, ConfigError
 from piecework.forward import compile_lock
 from piecework.gradients import without_gradients
 from piecework.inputs import GraphInput, GraphInputs, Sizes
+from piecework.notes import note_origin
 from piecework.pieces import InputKind
 from piecework.plans import Plans
 from piecework.plugins import plugin_manager
@@ -150,6 +151,10 @@ def _called_by_dynamo(
         run = uncaptured
         if plans is not None:
             run = plans.functions.get(plans.key_of(given)) or plans.choose(given, uncaptured)
-        return without_gradients(run, (), given) if with_gradients else run(*given)
+        try:
+            return without_gradients(run, (), given) if with_gradients else run(*given)
+        except Exception as error:  # of a piece or an op: raised again, with a note
+            note_origin(error, "graph")
+            raise
 
     return call

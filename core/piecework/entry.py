@@ -6,6 +6,7 @@ the traced call leaves through ``depart``.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import linecache
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ import torch
 from piecework import torch_internals as internals
 from piecework.arguments import ConstantSpec, ContainerSpec, Spec, TensorSpec
 from piecework.gradients import without_gradients
+from piecework.notes import note_origin
 from piecework.run import Runs
 from piecework.state import BoundState
 from piecework.tensor_checks import TensorChecks, autocast_state, layout_condition, overlap
@@ -86,8 +88,9 @@ def make_entry(
         "_pw_overlap": overlap,
         "_pw_explain": checks.explain,
         "_pw_autocast": autocast_state,
+        "_pw_note": functools.partial(note_origin, owner=owner),
         # An argument may have the name of a builtin.
-        **{f"_pw_{builtin.__name__}": builtin for builtin in (type, tuple, len, dict, next)},
+        **{f"_pw_{builtin.__name__}": builtin for builtin in (type, tuple, len, dict, next, Exception)},
         **internals.EXPRESSION_NAMESPACE,
         **trace.outputs.constants,
     }
@@ -299,10 +302,14 @@ class _Generator:
         if "_pw_plans" in self.namespace:
             run = f"(_pw_plans.get({self.key}) or _pw_choose(({given},), {run}))"
         self.lines += [
-            "if _pw_grad_enabled():",
-            f"    _pw_o = _pw_without_gradients({run}, _pw_state.tensors, ({given},))",
-            "else:",
-            f"    _pw_o = {run}({given})",
+            "try:",  # Which costs nothing.
+            "    if _pw_grad_enabled():",
+            f"        _pw_o = _pw_without_gradients({run}, _pw_state.tensors, ({given},))",
+            "    else:",
+            f"        _pw_o = {run}({given})",
+            "except _pw_Exception as _pw_error:",
+            "    _pw_note(_pw_error)",
+            "    raise",
             f"return {self.trace.outputs.text}",
         ]
 

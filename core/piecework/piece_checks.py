@@ -21,7 +21,7 @@ Numbers = Mapping[sympy.Basic, sympy.Basic]
 
 def piece_check(step: PieceStep, piece: PieceRun, effects: Effects, sizes: Sizes) -> PieceCheck | None:
     """Return what looks at a compiled piece; None for one that runs op by op: as eager does, whatever was traced."""
-    return None if piece.compiler == EAGER else PieceCheck(step, effects, sizes, piece.compiler)
+    return None if piece.compiler == EAGER else PieceCheck(step, effects, sizes, piece.origin)
 
 
 class PieceCheck:
@@ -31,11 +31,11 @@ class PieceCheck:
         step: where the piece stands.
         effects: has the traced values.
         sizes: what the symbols of the graph mean.
-        compiler: name of the plugin that compiled the piece.
+        origin: the plugin that compiled the piece, and its distribution.
     """
 
-    def __init__(self, step: PieceStep, effects: Effects, sizes: Sizes, compiler: str) -> None:
-        self.step, self.effects, self.sizes, self.compiler = step, effects, sizes, compiler
+    def __init__(self, step: PieceStep, effects: Effects, sizes: Sizes, origin: str) -> None:
+        self.step, self.effects, self.sizes, self.origin = step, effects, sizes, origin
 
     def inputs(self, args: Sequence[Any]) -> None:
         """Check what the piece is called with, before its code reads memory by what was traced.
@@ -111,7 +111,7 @@ class PieceCheck:
 
     def error(self, what: str) -> PluginError:
         """Return the error that says whose fault it is."""
-        return PluginError(f"what plugin {self.compiler!r} compiled for {self.step.name} {what}")
+        return PluginError(f"what {self.origin} compiled for {self.step.name} {what}")
 
 
 class FirstCall:

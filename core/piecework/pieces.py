@@ -91,3 +91,10 @@ class PieceRun:
 
     run: Callable[..., Any]
     compiler: str
+    origin: str = ""
+    """The plugin and its distribution, for messages."""
+
+    @property
+    def how(self) -> str:
+        """Return in words what runs."""
+        return "run op by op" if self.compiler == EAGER else f"compiled by {self.origin or self.compiler}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from torch.fx import Node
 
 from piecework import torch_internals as internals
 from piecework.capturing import CaptureMemory
-from piecework.copy_inputs import CopyInputs, choose_copy
+from piecework.copy_inputs import ChosenCopy, CopyInputs, choose_copy
 from piecework.counting import counters
 from piecework.custom_op_choice import CustomOpChoices
 from piecework.inputs import GraphInputs, Key, Numbers
+from piecework.notes import WHERE
 from piecework.plan_code import PlanCode, describe_results, plan_code
 from piecework.pool import Pool
 from piecework.recorder import Recording
@@ -51,6 +53,34 @@ class Plan:
     after: CaptureMemory
     """What all captures held when this one was there."""
     variants: dict[Key, Variant] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Says what a line of a plan's function does, for notes on exceptions.
+
+    Args:
+        stages: by line.
+        recording: has the names of its steps.
+        capturer: the plugin.
+        copy: what copies the inputs together, if anything does.
+    """
+
+    stages: Mapping[int, str]
+    recording: Recording
+    capturer: str
+    copy: str
+
+    def __call__(self, frame: FrameType, line: int) -> str | None:
+        """Return it in words."""
+        stage = self.stages.get(line)
+        if stage == "step":
+            step = frame.f_locals.get("step")
+            named = zip(self.recording.names, self.recording.steps, strict=True)
+            return next((name for name, one in named if one is step), None)
+        if stage == "copy":
+            return f"the copy of the inputs{self.copy and f' by {self.copy}'}"
+        return {"result": "the copy of the results", "stream": f"the capturer, {self.capturer},"}.get(stage or "")
 
 
 class PlanFunctions:
@@ -129,10 +159,12 @@ class PlanFunctions:
         namespace |= {"padding": padding, "zero_padding": internals.foreach_zero_}
         copied = tuple(sorted(memory.inputs))
         copy = self.copy_at_once([namespace[f"i{index}"] for index in copied])
-        namespace["copy_inputs"] = copy
-        return self.code(variant.is_padded, copy is not None, copied).function(namespace)
+        namespace["copy_inputs"] = None if copy is None else copy.function
+        code = self.code(variant.is_padded, copy is not None, copied)
+        namespace[WHERE] = Whereabouts(code.stages, memory, self.pool.origin, "" if copy is None else copy.name)
+        return code.function(namespace)
 
-    def copy_at_once(self, destinations: Sequence[torch.Tensor]) -> Callable[..., Any] | None:
+    def copy_at_once(self, destinations: Sequence[torch.Tensor]) -> ChosenCopy | None:
         """Return what copies all inputs together; None where the native copies are written out in the code.
 
         Choosing it copies the memory of all sizes onto itself, which must not fall between the copy and the replay of

@@ -77,6 +77,8 @@ class PlanCode:
 
     code: CodeType
     results: Results
+    stages: Mapping[int, str]
+    """What lines of the code do, of ``STAGES``."""
 
     def function(self, namespace: Mapping[str, Any]) -> Callable[..., tuple[Any, ...]]:
         """Return the function over the memory of one size."""
@@ -117,21 +119,22 @@ def plan_code(
     parameters = ", ".join([*(f"a{i}" for i in inputs.tensor_indices), *inputs.sizes.variables.values()])
     stale = ["pool.is_busy", "current_stream() != pool.stream and not pool.switch()"]
     stale += [f"a{tensor.index}.data_ptr() != h{tensor.index}" for tensor in held]
-    body = [*_copies(copied, is_padded, is_copied_at_once), "for step in steps:", "    step()"]
-    body += _clones(results, static_outputs)
+    copies = _copies(copied, is_padded, is_copied_at_once)
     back = [f"{_source(t)}.copy_(i{t.index})" for t in copied if t.index in written]
-    body += [*back, *results.lines]
+    made = [*_clones(results, static_outputs), *back, *results.lines]
+    body = [*copies, "for step in steps:", "    step()", *made]
+    streams, start = f"        if {' or '.join(stale)}:", "            try:"
     lines = [
         f"def run({parameters}):",
         "    if not (take(False) or pool.wait()):",
         f"        return while_busy({parameters})",
         "    try:",
-        f"        if {' or '.join(stale)}:",
+        streams,
         f"            other = elsewhere({parameters})",
         "        else:",
         "            other = None",
         "            pool.is_busy = True",
-        "            try:",
+        start,
         *(f"                {line}" for line in body),
         "            finally:",
         "                pool.is_busy = False",
@@ -146,7 +149,11 @@ def plan_code(
     source = "\n".join(lines) + "\n"
     filename = f"<piecework plan of {name}{' with padding' if is_padded else ''}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-    return PlanCode(compile(source, filename, "exec"), results)
+    stages = {1 + lines.index(streams): "stream"}
+    first = 1 + lines.index(start) + 1
+    each = ["copy"] * len(copies) + ["step", "step"] + ["result"] * len(made)
+    stages |= {first + i: stage for i, stage in enumerate(each)}
+    return PlanCode(compile(source, filename, "exec"), results, stages)
 
 
 def _copies(copied: Sequence[GraphTensor], is_padded: bool, is_copied_at_once: bool) -> list[str]:

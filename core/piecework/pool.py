@@ -30,10 +30,10 @@ class Pool:
     ``is_busy`` and runs uncaptured.
     """
 
-    def __init__(self, device: torch.device, capturer: Capturer, plugin: str) -> None:
+    def __init__(self, device: torch.device, capturer: Capturer, plugin: str, origin: str) -> None:
         self.device = device
         self.capturer = capturer
-        self.plugin = plugin
+        self.plugin, self.origin = plugin, origin
         self.lock = threading.RLock()
         self.is_busy = False
         self.stream: Hashable = None
@@ -116,5 +116,7 @@ def pool_of(device: torch.device, config: CompilationConfig, manager: PluginMana
                 "plugin that does, or set it to 'none'"
             )
         there = [p for p in pools.values() if p and answer and (p.device, p.plugin) == (device, answer[1])]
-        pools[key] = there[0] if there else Pool(device, *answer) if answer else None
+        if answer and not there:
+            there = [Pool(device, *answer, str(manager.origin(answer[1])))]
+        pools[key] = there[0] if there else None
     return pools[key]

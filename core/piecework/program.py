@@ -18,6 +18,7 @@ from piecework.inputs import Sizes
 from piecework.piece_checks import PieceCheck, piece_check
 from piecework.pieces import PieceRun, SplittingOp
 from piecework.refusals import Refusals
+from piecework.run import op_words, piece_words
 from piecework.schedule import OpStep, Outline, Schedule
 from piecework.split import PieceStep
 
@@ -39,6 +40,8 @@ class PieceAction:
     run: Callable[..., Sequence[Any]]
     check: PieceCheck | None
     """Looks at what goes in and out of compiled code."""
+    words: str
+    """What runs, for notes on exceptions."""
     key: str
     """Equal for places that share compiled code."""
     why_uncaptured: str | None
@@ -56,6 +59,8 @@ class OpAction:
     """What to call for a splitting op: the cheapest route that is right."""
     args: tuple[Argument, ...]
     kwargs: dict[str, Argument]
+    words: str
+    """What runs, for notes on exceptions."""
 
 
 Action = PieceAction | OpAction
@@ -83,6 +88,11 @@ class CaptureTask:
     name: str
     pieces: tuple[PieceAction, ...]
     dying: tuple[Node, ...]
+
+    @property
+    def words(self) -> str:
+        """Return what it runs, for notes on exceptions."""
+        return self.actions[0].words if len(self.actions) == 1 else self.name
 
 
 @dataclass(frozen=True)
@@ -146,12 +156,13 @@ class Programs:
             if isinstance(unit, OpStep):
                 node, function = unit.node, _function(unit, unit.op, self.effects)
                 taken = is_captured.get(node, False)
-                actions.append(OpAction(node, unit.op, taken, function, node.args, node.kwargs))
+                words = op_words(node, unit.op)
+                actions.append(OpAction(node, unit.op, taken, function, node.args, node.kwargs, words))
                 continue
             piece, key = next(places)
             why = self.refusals.of_piece(unit, key)
             check = piece_check(unit, piece, self.effects, self.sizes)
-            actions.append(PieceAction(unit, piece.run, check, key, why))
+            actions.append(PieceAction(unit, piece.run, check, piece_words(unit, piece), key, why))
             if why is not None:
                 self.refusals.note(unit.name, why)
         return actions

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ class Recording:
     """What the results are made from; these do not hold their memory."""
     bridge_bytes: int = 0
     """Memory for results that come from outside of graphs."""
+    names: list[str] = field(default_factory=list)
+    """What each step runs, for notes on exceptions."""
 
 
 class Recorder:
@@ -147,6 +149,7 @@ class Recorder:
                 self.warm.add(action.key)
         captured = segment.capture()
         self.recording.steps.append(captured.replay)
+        self.recording.names.append(graph.words)
         self.recording.num_graphs += 1
         self.values.env.update(zip(graph.outline.exports, captured.outputs, strict=True))
 
@@ -155,6 +158,7 @@ class Recorder:
         bound = bind(action, self.values)
         self.values.env.update(bound.results)
         self.recording.steps.append(bound.step)
+        self.recording.names.append(action.words)
         self.recording.bridge_bytes += bound.num_bytes
 
 

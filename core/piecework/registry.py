@@ -299,6 +299,11 @@ class PluginManager:
             if name not in known:
                 raise ConfigError(f"plugin_options: {not_installed(name, known)}")
 
+    def origin(self, name: str) -> Origin:
+        """Return where a plugin that takes part comes from."""
+        info = self._active[name]
+        return Origin(info.name, info.distribution, info.version)
+
     def names_of_compilers(self) -> tuple[str, ...]:
         """Return the plugins that compile pieces, in the order of asking; a wrapper does not count."""
         return self._names_of_answering("piecework_compile_piece")

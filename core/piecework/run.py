@@ -14,8 +14,9 @@ import torch
 from torch.fx import Node
 
 from piecework import torch_internals as internals
-from piecework.effects import Effects
+from piecework.effects import Effects, line_of, op_name
 from piecework.inputs import GraphInputs
+from piecework.notes import WHERE
 from piecework.piece_checks import FirstCall, piece_check
 from piecework.pieces import PieceRun, SplittingOp
 from piecework.split import PieceStep, SplitGraph
@@ -82,7 +83,8 @@ def whole_graph(function: Callable[..., Any], effects: Effects, inputs: GraphInp
     """Generate the function that calls what the backend of level 2 made of the whole graph."""
     writer = CodeWriter(effects, inputs)
     writer.namespace["backend"] = function
-    writer.add(f"return backend({', '.join(writer.value(node) for node in inputs.by_placeholder)})")
+    call = f"backend({', '.join(writer.value(node) for node in inputs.by_placeholder)})"
+    writer.add(f"return {call}", about="the graph")
     return writer.finish(name)
 
 
@@ -91,6 +93,8 @@ class _Line:
     text: str
     uses: list[str] = field(default_factory=list)
     defines: list[str] = field(default_factory=list)
+    about: str = ""
+    """What runs there, for notes on exceptions."""
 
 
 class CodeWriter:
@@ -118,11 +122,12 @@ class CodeWriter:
         check = piece_check(step, piece, self.effects, self.sizes)
         self.namespace[step.name] = FirstCall(piece.run, check, self.namespace) if check else piece.run
         call = f"{step.name}({', '.join(given)})"
+        about = piece_words(step, piece)
         if step.outputs:
             results = [self.new_name(node) for node in step.outputs]
-            self.add(f"{', '.join(results)}{',' if len(results) == 1 else ''} = {call}", results, step.outputs)
+            self.add(f"{', '.join(results)}{',' if len(results) == 1 else ''} = {call}", results, step.outputs, about)
         else:
-            self.add(call)
+            self.add(call, about=about)
 
     def eager(self, node: Node, op: SplittingOp | None) -> None:
         args = [self.argument(arg) for arg in node.args]
@@ -133,14 +138,15 @@ class CodeWriter:
             text = f"{args[0]}[{args[1]}]"
         else:
             text = f"{self.function(node, op)}({', '.join(args)})"
+        about = op_words(node, op)
         if node.users:
             name = self.new_name(node)
-            self.add(f"{name} = {text}", [name], [node])
+            self.add(f"{name} = {text}", [name], [node], about)
         else:
-            self.add(text)
+            self.add(text, about=about)
 
-    def add(self, text: str, defines: Sequence[str] = (), nodes: Sequence[Node] = ()) -> None:
-        self.lines.append(_Line(text, self.uses, list(defines)))
+    def add(self, text: str, defines: Sequence[str] = (), nodes: Sequence[Node] = (), about: str = "") -> None:
+        self.lines.append(_Line(text, self.uses, list(defines), about))
         self.uses = []
         for node in nodes:
             self.read_sizes(node)
@@ -228,10 +234,13 @@ class CodeWriter:
 
     def finish(self, name: str) -> StraightLine:
         parameters = [*self.arguments, *self.sizes.variables.values()]
-        body = "\n".join(f"    {line}" for line in self.with_deletions())
+        lines = self.with_deletions()
+        body = "\n".join(f"    {line.text}" for line in lines)
         source = f"def forward({', '.join(parameters)}):\n{body}\n"
         filename = f"<piecework run of {name}>"
         self.namespace.update(internals.EXPRESSION_NAMESPACE)
+        about = {number: line.about for number, line in enumerate(lines, 2) if line.about}
+        self.namespace[WHERE] = lambda _, line: about.get(line)
         exec(compile(source, filename, "exec"), self.namespace)
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
         return StraightLine(source, self.namespace, self.bound_names, self.namespace.pop("forward"))
@@ -241,14 +250,24 @@ class CodeWriter:
             self.view(value)  # also one that looks like its base: the caller gets a tensor of its own
         return self.argument(value)
 
-    def with_deletions(self) -> list[str]:
+    def with_deletions(self) -> list[_Line]:
         """Return the lines, with each intermediate dropped after its last use."""
         last = {name: i for i, line in enumerate(self.lines) for name in (*line.defines, *line.uses)}
-        lines: list[str] = []
+        lines: list[_Line] = []
         for i, line in enumerate(self.lines):
-            lines.append(line.text)
+            lines.append(line)
             touched = dict.fromkeys((*line.uses, *line.defines))
             dead = [name for name in touched if name.startswith("v") and last[name] == i]
             if dead and i < len(self.lines) - 1:
-                lines.append(f"del {', '.join(dead)}")
+                lines.append(_Line(f"del {', '.join(dead)}"))
         return lines
+
+
+def piece_words(step: PieceStep, piece: PieceRun) -> str:
+    """Return in words what a piece is, and whose code runs it."""
+    return f"{step.name}, {piece.how},"
+
+
+def op_words(node: Node, op: SplittingOp | None) -> str:
+    """Return in words what a node that stands between pieces does, and where the user wrote it."""
+    return f"{'' if op is None else 'splitting op '}{op_name(node) or node.target}{line_of(node)}"

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from traceback import FrameSummary
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import sympy
@@ -421,6 +421,17 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 def packet_name(packet: OpOverloadPacket) -> str:
     """Return ``"ns::op"``."""
     return packet._qualified_op_name
+
+
+def op_called_in(frame: FrameType) -> str | None:
+    """Return ``"ns::op"`` for a frame in which torch calls an op, None for any other."""
+    called = frame.f_locals.get("self") if frame.f_code in _CALLS_OF_OPS else None
+    if isinstance(called, OpOverloadPacket):
+        return packet_name(called)
+    return called.name().partition(".")[0] if isinstance(called, OpOverload) else None
+
+
+_CALLS_OF_OPS = {torch._ops.OpOverload.__call__.__code__, torch._ops.OpOverloadPacket.__call__.__code__}
 
 
 def overload_name(overload: OpOverload) -> str:
