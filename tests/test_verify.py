@@ -120,6 +120,10 @@ library.define("sneaky(Tensor q, Tensor out) -> Tensor")
 library.impl("sneaky", lambda q, out: (out.copy_(q * 7), q + 1)[1], "CompositeExplicitAutograd")
 torch.library.register_fake("verify::sneaky", lambda q, out: torch.empty_like(q), lib=library)
 
+library.define("centred(Tensor x) -> Tensor")
+library.impl("centred", lambda x: x - x.mean(0), "CompositeExplicitAutograd")
+torch.library.register_fake("verify::centred", torch.empty_like, lib=library)
+
 
 def sneaky(x: torch.Tensor) -> torch.Tensor:
     out = torch.zeros_like(x)
@@ -152,6 +156,21 @@ def test_an_implementation_that_differs_from_its_op_is_named() -> None:
     (departure,) = found.departures
     assert departure.kind == "implementation"
     assert "models::scale3" in departure.place
+
+
+def test_rows_that_are_not_independent_are_named() -> None:
+    claimed = SplittingOp("verify::centred", rows_independent=True)
+
+    def centred(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.verify.centred(x + 1) * 2
+
+    with testing.plugins():
+        settings = config(splitting_ops=(claimed,), piece_compiler="eager")
+        found = piecework.verify(centred, (torch.randn(4, 6),), [1, 4], config=settings)
+    assert [one.departures == () for one in found.sizes] == [True, False]  # One row has no rows before it.
+    (departure,) = found.departures
+    assert (departure.kind, departure.op) == ("rows", departure.place)
+    assert "verify::centred" in departure.place
 
 
 FACTOR = 2.0

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.node import Argument, Target
+from torch.fx.node import Argument, Target, map_arg
 
 from piecework import torch_internals as internals
 from piecework.build import Compiled
@@ -80,8 +80,8 @@ class Finding:
     """Something that is wrong at one step of a chain.
 
     Attributes:
-        kind: which check found it: ``"declaration"``, ``"implementation"``, ``"piece"``, ``"capture"`` or
-            ``"between graphs"``.
+        kind: which check found it: ``"declaration"``, ``"implementation"``, ``"rows"``, ``"piece"``,
+            ``"capture"`` or ``"between graphs"``.
         place: the piece, op or graph.
         difference: what differs, in words and numbers.
         piece: the index of the piece among those of the graph, where it is one.
@@ -195,9 +195,60 @@ class Reference:
                         "implementation", f"the implementation of {name}", difference, None, (), node, *before
                     )
                     self.findings.append(finding)
+            if op.rows_independent and not self.findings:
+                for dim in self.inputs.sizes.dims:
+                    self.check_rows(dim, node, function, before, (args, kwargs, result))
             return result
 
         return run
+
+    def check_rows(
+        self,
+        dim: str,
+        node: Node,
+        function: Callable[..., Any],
+        before: tuple[tuple[Any, ...], dict[str, Any]],
+        after: tuple[tuple[Any, ...], dict[str, Any], Any],
+    ) -> None:
+        """Run an op whose rows are declared independent with another last row, and look at all rows before it.
+
+        Args:
+            dim: the named dim that rows lie along.
+            node: the op.
+            function: runs it.
+            before: its arguments, as they were.
+            after: these after a run, and the result.
+        """
+        number = dict(zip(self.inputs.sizes.dims, self.given[-len(self.inputs.sizes.dims) :], strict=True))[dim]
+        fakes = (*map_arg((node.args, node.kwargs), lambda arg: self.split.effects.values[arg]), None)
+        rows = [self.row_dims(fake, dim) for fake in tensors_in(fakes)]
+        if number < 2 or not any(rows):
+            return
+        other = clone(before)
+        for tensor, dims in zip(tensors_in(other), rows, strict=True):
+            for row_dim in dims:
+                last, first = tensor.select(row_dim, number - 1), tensor.select(row_dim, 0)
+                last.copy_(1 - 2 * first if tensor.is_floating_point() else first)
+        state = random_state(self.device)
+        result = function(*other[0], **other[1])
+        if first_difference(random_state(self.device), state, "", EXACT) is not None:
+            return  # Other random numbers: nothing can be said.
+        rows += [self.row_dims(fake, dim) for fake in tensors_in(self.split.effects.values[node])]
+        pairs = zip(tensors_in((*other, result)), tensors_in(after), rows, strict=True)
+        for index, (tensor, expected, dims) in enumerate(pairs):
+            for row_dim in dims:
+                heads = [one.narrow(row_dim, 0, number - 1) for one in (tensor, expected)]
+                difference = first_difference(*heads, f"what precedes the last row of its tensor {index}", self.tolerance)
+                if difference is not None:
+                    name = f"{op_name(node) or node.target}{line_of(node)}"
+                    self.findings.append(Finding("rows", name, difference, None, (), node, *before))
+                    return
+
+    def row_dims(self, fake: torch.Tensor, name: str) -> list[int]:
+        """Return the dims of a traced value that a named dim is the length of."""
+        sizes = self.inputs.sizes
+        symbols = {symbol for symbol, meaning in sizes.meaning_of_symbol.items() if meaning == name}
+        return [i for i, size in enumerate(fake.shape) if internals.size_expression(size, sizes.shape_env) in symbols]
 
 
 class WholeReference:

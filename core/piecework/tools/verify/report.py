@@ -11,6 +11,7 @@ from piecework.tools.verify.comparing import Difference
 MEANINGS = {
     "declaration": "an op does something else than it declares, which traces and compilers rely on",
     "implementation": "the function that a SplittingOp names does something else than the op",
+    "rows": "an op that is declared rows_independent lets the last row change the rows before it: padding would, too",
     "piece": "the compiled code of a piece departs from its ops run one by one, on the same inputs",
     "trace": "the trace departs from the original, op by op: something that it assumed is no longer so",
     "capture": "a captured graph departs from the same code uncaptured, after steps that agree: it reads or writes "

@@ -313,7 +313,7 @@ class _Verifier:
             given: what the graph was called with.
         """
         departure = Departure(finding.kind, finding.place, finding.difference)
-        if finding.kind in ("declaration", "implementation"):
+        if finding.kind in ("declaration", "implementation", "rows"):
             return replace(departure, op=finding.op_name, script=script_of_op(finding, self.folder))
         if len(finding.pieces) != 1 or finding.args is None:
             return departure
