@@ -22,6 +22,8 @@ import piecework
 from piecework import Capture, CompilationConfig, CompiledPiece, ConfigError, Piece, Recordable, SplittingOp, Verification, testing
 from piecework.testing import EmulatedCapturer
 from piecework.tools.cli import app
+from piecework_cudagraph.capturer import CudaGraphCapturer
+from piecework_cudagraph.options import CudaGraphOptions
 
 ops = torch.ops.models
 
@@ -468,3 +470,54 @@ def test_command_refuses_what_it_can_not_read(program: Path, arguments: tuple[st
     result = run(*arguments)
     assert isinstance(result.exception, ConfigError)
     assert match in str(result.exception)
+
+
+# --- on a card ----------------------------------------------------------------------------------
+
+
+class StaleOnCard(CudaGraphCapturer):
+    """A capturer whose graphs read copies of their inputs, made at the capture."""
+
+    def capture(self, fn: Callable[[], tuple[torch.Tensor, ...]]) -> Capture:
+        assert isinstance(fn, Recordable)
+        self.copies = getattr(self, "copies", [])
+        self.copies.append(tuple(tensor.clone() for tensor in fn.inputs))
+        return super().capture(Recordable(fn.name, fn.run, self.copies[-1], fn.writes))
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("inductor")
+@pytest.mark.parametrize("piece_compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_captures_on_a_card_are_found_right(piece_compiler: str, dtype: torch.dtype) -> None:
+    model = models.Stack(4).to("cuda", dtype)
+    x = torch.randn(8, 6, device="cuda", dtype=dtype)
+    call = piecework.compile(model, config=config(piece_compiler=piece_compiler, capture_sizes=(1, 4, 8)))
+    found = piecework.verify(call, (x,), [1, 3, 4, 8, 9])
+    assert found.is_right, str(found)
+    assert [one.num_graphs for one in found.sizes] == [5] * 5
+    assert "captures of size 8" in found.sizes[3].answered_by
+    given = (x.float(), {"k": torch.zeros(8, 6, device="cuda")})
+    settings = config(piece_compiler=piece_compiler)
+    found = piecework.verify(Stateful().cuda(), given, config=settings, dynamic_arg_dims={"x": 0})
+    assert found.is_right, str(found)
+
+
+@pytest.mark.cuda
+def test_a_stale_address_on_a_card_is_named() -> None:
+    capturer = StaleOnCard(torch.device("cuda", torch.cuda.current_device()), CudaGraphOptions())
+    with capture_models.capturing_by(capturer):
+        call = piecework.compile(steps, config=config(piece_compiler="eager", capturer="own", capture_sizes=(4,)))
+        found = piecework.verify(call, (torch.randn(4, 6, device="cuda"),))
+        (departure,) = found.departures
+        assert (departure.kind, departure.place) == ("capture", "piece_1")
+        assert departure.op is not None
+
+
+@pytest.mark.cuda
+def test_a_miscompiled_op_on_a_card_is_named() -> None:
+    with testing.plugins(Miscompiling()):
+        found = piecework.verify(steps, (torch.randn(4, 6, device="cuda"),), config=config(piece_compiler="miscompiling"))
+    (departure,) = found.departures
+    assert departure.op is not None
+    assert departure.op.startswith("aten::mul")
