@@ -151,12 +151,15 @@ class Builder:
     def needed_relations(self, split: SplitGraph, compiled: Sequence[CompiledUniquePiece]) -> list[Relation]:
         """Return what compiled code relies on besides the trace: other sizes run uncompiled."""
         needed = self.loose_relations(split.effects)
+        dims = {dim_symbol(dim) for dim in self.trace.sizes.dims}
         for one in compiled:
             for relation in one.added_relations:
                 for symbols in one.unique.symbols_by_place:
                     moved = relation.xreplace(dict(zip(one.unique.form.symbols, symbols, strict=True)))
                     named = self.trace.sizes.named(moved)
                     known = (other.expression for other in (*needed, *self.trace.relations))
+                    if not named.free_symbols <= dims:
+                        continue  # of a size that follows from no input: the graph holds its own assertion
                     if named != sympy.true and named not in known:
                         needed.append(Relation(named, f"the compiled code of {one.unique.piece.name}"))
         if needed:

@@ -405,9 +405,14 @@ def _relations(sizes: Sizes, *, of_ops: bool) -> tuple[Relation, ...]:
         # An op that asks for equal sizes fails with others, whatever their layout.
         if of_ops is not (guard.is_of_an_op and not isinstance(guard.relation, sympy.Eq)):
             continue
-        if not guard.relation.free_symbols <= sizes.meaning_of_symbol.keys():
+        relation = guard.relation
+        if not relation.free_symbols <= sizes.meaning_of_symbol.keys():
+            # torch 2.11 takes the length of a slice up to a size for one that follows from data, and may find out
+            # later that it is that size. Compiled code holds no assertion of what is known by then.
+            relation = internals.size_relation(relation, sizes.shape_env)
+        if not relation.free_symbols <= sizes.meaning_of_symbol.keys():
             continue  # of a size that follows from no input: the graph holds its own assertion
-        expression = sizes.named(guard.relation)
+        expression = sizes.named(relation)
         if expression not in (sympy.true, True):
             relations.setdefault(expression, Relation(expression, guard.user_line))
     return tuple(relations.values())
