@@ -244,7 +244,12 @@ class _Verifier:
         chain = self.outcome(kept, self.through(uncaptured, call))
         if self.captures(compiled.plans):
             assert compiled.plans is not None
-            replays = Replays(compiled.plans, uncaptured, self.tolerance)
+
+            def rewind() -> None:
+                kept.put_back()
+                torch.manual_seed(0)
+
+            replays = Replays(compiled.plans, uncaptured, self.tolerance, rewind)
             try:
                 self.outcome(kept, replays.run)
             except CaptureError as error:
