@@ -19,7 +19,17 @@ from typer.testing import CliRunner
 import capture_models
 import models
 import piecework
-from piecework import Capture, CompilationConfig, CompiledPiece, ConfigError, Piece, Recordable, SplittingOp, Verification, testing
+from piecework import (
+    Capture,
+    CompilationConfig,
+    CompiledPiece,
+    ConfigError,
+    Piece,
+    Recordable,
+    SplittingOp,
+    Verification,
+    testing,
+)
 from piecework.testing import EmulatedCapturer
 from piecework.tools.cli import app
 from piecework_cudagraph.capturer import CudaGraphCapturer
@@ -418,8 +428,10 @@ class Wrong:
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "verified_program.py").write_text(PROGRAM)
-    (tmp_path / "piecework_wrong_code.py").write_text("from verified_program import Wrong\n\nplugin = Wrong()\n"
-        "piecework_compile_piece = plugin.piecework_compile_piece\n")
+    (tmp_path / "piecework_wrong_code.py").write_text(
+        "from verified_program import Wrong\n\nplugin = Wrong()\n"
+        "piecework_compile_piece = plugin.piecework_compile_piece\n"
+    )
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -462,7 +474,10 @@ def test_command_fails_where_something_departs(program: Path) -> None:
         (("verified_program:modl", "--inputs", "verified_program:example"), "did you mean 'model'"),
         (("verified_program:model", "--inputs", "verified_program:example", "--size", "four"), "--size takes numbers"),
         (("verified_program:model", "--inputs", "verified_program:example", "--size", '{"a": '), "--size is no JSON"),
-        (("verified_program:model", "--inputs", "verified_program:example", "--dims", "[1]"), "--dims must be an object"),
+        (
+            ("verified_program:model", "--inputs", "verified_program:example", "--dims", "[1]"),
+            "--dims must be an object",
+        ),
         (("verified_program:model", "--inputs", "verified_program:example", "--config", '{"levl": 3}'), "--config"),
     ],
 )
@@ -517,7 +532,9 @@ def test_a_stale_address_on_a_card_is_named() -> None:
 @pytest.mark.cuda
 def test_a_miscompiled_op_on_a_card_is_named() -> None:
     with testing.plugins(Miscompiling()):
-        found = piecework.verify(steps, (torch.randn(4, 6, device="cuda"),), config=config(piece_compiler="miscompiling"))
+        found = piecework.verify(
+            steps, (torch.randn(4, 6, device="cuda"),), config=config(piece_compiler="miscompiling")
+        )
     (departure,) = found.departures
     assert departure.op is not None
     assert departure.op.startswith("aten::mul")

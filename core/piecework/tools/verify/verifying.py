@@ -149,7 +149,11 @@ class _Verifier:
             by = "an error" if answer.error is not None else self.who_answered(before)
             departure, counts = self.departure(call, kept, eager, answer)
             is_comparable = not counts.random_pieces or answer.error is not None
-            if departure is None and is_comparable and (difference := answer.difference(eager, self.tolerance)) is not None:
+            if (
+                departure is None
+                and is_comparable
+                and (difference := answer.difference(eager, self.tolerance)) is not None
+            ):
                 kind = "sum" if counts.num_pieces and answer.error is None else "call"
                 departure = Departure(kind, "the answer to the call", difference)
             largest = first_difference(answer.result, eager.result, "the result", EXACT)
