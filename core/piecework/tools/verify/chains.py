@@ -238,10 +238,9 @@ class Reference:
         pairs = zip(tensors_in((*other, result)), tensors_in(after), rows, strict=True)
         for index, (tensor, expected, dims) in enumerate(pairs):
             for row_dim in dims:
-                heads = [one.narrow(row_dim, 0, number - 1) for one in (tensor, expected)]
-                difference = first_difference(
-                    *heads, f"what precedes the last row of its tensor {index}", self.tolerance
-                )
+                head, wanted = (one.narrow(row_dim, 0, number - 1) for one in (tensor, expected))
+                what = f"what precedes the last row of its tensor {index}"
+                difference = first_difference(head, wanted, what, self.tolerance)
                 if difference is not None:
                     name = f"{op_name(node) or node.target}{line_of(node)}"
                     self.findings.append(Finding("rows", name, difference, None, (), node, *before))
