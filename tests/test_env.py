@@ -89,7 +89,12 @@ def test_a_misspelt_variable_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("options", [[], ["--json"]])
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("PIECEWORK_LEVEL", "fast"), ("PIECEWORK_CONFIG", "{'level': 3}"), ("PIECEWORK_LOGGING_LEVEL", "loud")],
+    [
+        ("PIECEWORK_LEVEL", "fast"),
+        ("PIECEWORK_CONFIG", "{'level': 3}"),
+        ("PIECEWORK_LOGGING_LEVEL", "loud"),
+        ("PIECEWORK_DEBUG", "on"),
+    ],
 )
 def test_a_bad_environment_is_said_on_stderr_with_status_2(
     monkeypatch: pytest.MonkeyPatch, options: list[str], name: str, value: str

@@ -72,12 +72,31 @@ def test_level_is_read_as_number_or_name(monkeypatch: pytest.MonkeyPatch, text: 
     assert settings.origins["level"] == "PIECEWORK_LEVEL"
 
 
-@pytest.mark.parametrize("name", ["PIECEWORK_LEVEL", "PIECEWORK_CONFIG", "PIECEWORK_LOGGING_LEVEL"])
+@pytest.mark.parametrize("name", ["PIECEWORK_LEVEL", "PIECEWORK_CONFIG", "PIECEWORK_LOGGING_LEVEL", "PIECEWORK_DEBUG"])
 def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "")
     settings = resolve_settings(None, default_level=CompilationLevel.DYNAMO_ONCE)
     assert settings.level == 2
     assert set(settings.origins.values()) == {"default"}
+
+
+def test_debug_mode_is_off_unless_it_is_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, is_debug in ((None, False), ("", False), ("0", False), ("1", True)):
+        if text is not None:
+            monkeypatch.setenv("PIECEWORK_DEBUG", text)
+        settings = resolve_settings(CompilationConfig(check_parameters="sample"), default_level=NO_COMPILATION)
+        assert settings.is_debug is is_debug
+        assert settings.config.check_parameters == ("always" if is_debug else "sample")
+        assert settings.origins["check_parameters"] == ("PIECEWORK_DEBUG" if is_debug else "argument")
+
+
+@pytest.mark.parametrize("text", ["2", "true", "on", " 1", "01", "yes"])
+def test_a_junk_debug_switch_is_refused_with_variable_value_and_choices(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("PIECEWORK_DEBUG", text)
+    with pytest.raises(ConfigError, match=rf"^PIECEWORK_DEBUG must be 0 \(off, .*\) or 1 \(on\), got '{text}'$"):
+        resolve_settings(None, default_level=NO_COMPILATION)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_config_fields() -> None:
 def test_environment_variables() -> None:
     assert set(ENVIRONMENT) == {
         *("PIECEWORK_LEVEL", "PIECEWORK_CONFIG", "PIECEWORK_PLUGINS", "PIECEWORK_CACHE_DIR"),
-        *("PIECEWORK_LOGGING_LEVEL", "PIECEWORK_CUSTOM_OPS"),
+        *("PIECEWORK_LOGGING_LEVEL", "PIECEWORK_CUSTOM_OPS", "PIECEWORK_DEBUG"),
     }
 
 

@@ -61,6 +61,7 @@ ENVIRONMENT = (
     "PIECEWORK_PLUGINS",
     "PIECEWORK_CACHE_DIR",
     "PIECEWORK_LOGGING_LEVEL",
+    "PIECEWORK_DEBUG",
 )
 """Every variable that Piecework reads. An empty one is as good as unset, except ``PIECEWORK_PLUGINS``."""
 
@@ -73,7 +74,9 @@ class Settings:
     """Its ``level`` is never None."""
     origins: Mapping[str, str]
     """By field: ``"default"``, ``"set_compilation_config"``, ``"argument"``, ``"PIECEWORK_CONFIG"``,
-    ``"PIECEWORK_LEVEL"`` or ``"PIECEWORK_CUSTOM_OPS"``."""
+    ``"PIECEWORK_LEVEL"``, ``"PIECEWORK_CUSTOM_OPS"`` or ``"PIECEWORK_DEBUG"``."""
+    is_debug: bool = False
+    """``PIECEWORK_DEBUG``: every call and every replay is checked."""
 
     @property
     def level(self) -> CompilationLevel:
@@ -111,7 +114,12 @@ def resolve_settings(argument: CompilationConfig | None, *, default_level: Compi
             origins.update(dict.fromkeys(config.given(), source))
     if values.get("level") is None:
         values["level"] = default_level
-    return Settings(CompilationConfig(**values), MappingProxyType(origins))
+    is_debug = environment_debug()
+    if is_debug:
+        # A sample of addresses would let a call read what another one finds.
+        values["check_parameters"] = "always"
+        origins["check_parameters"] = "PIECEWORK_DEBUG"
+    return Settings(CompilationConfig(**values), MappingProxyType(origins), is_debug)
 
 
 def environment_level() -> CompilationLevel | None:
@@ -149,6 +157,14 @@ def environment_custom_ops() -> CompilationConfig | None:
     """Return a config of the tokens in ``PIECEWORK_CUSTOM_OPS``; None if unset."""
     text = os.environ.get("PIECEWORK_CUSTOM_OPS")
     return CompilationConfig(custom_ops=check_custom_ops(text, "PIECEWORK_CUSTOM_OPS")) if text else None
+
+
+def environment_debug() -> bool:
+    """Return whether ``PIECEWORK_DEBUG`` switches debug mode on."""
+    text = os.environ.get("PIECEWORK_DEBUG")
+    if text not in (None, "", "0", "1"):
+        raise ConfigError(f"PIECEWORK_DEBUG must be 0 (off, as when it is unset) or 1 (on), got {show(text)}")
+    return text == "1"
 
 
 def triton_is_interpreted() -> bool:
