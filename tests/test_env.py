@@ -143,6 +143,16 @@ def test_custom_ops_are_shown_with_who_decides_and_what_would_run(monkeypatch: p
     assert custom_op_as_text(shown).startswith("on at 0, 1, 2, 3 ('+test_shown' by PIECEWORK_CUSTOM_OPS)\n")
 
 
+def test_a_custom_op_that_nobody_registered_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIECEWORK_CUSTOM_OPS", "none,+test_shwn,+test_shown")
+    result = runner.invoke(app, ["--json"])
+    assert result.exit_code == 0
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("custom_ops: '+test_shwn' by PIECEWORK_CUSTOM_OPS switches nothing: unknown custom op")
+    assert "did you mean 'test_shown'?" in line
+    json.loads(result.stdout)
+
+
 def test_a_plugin_that_is_not_there_is_named_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIECEWORK_PLUGINS", "nosuch")
     result = runner.invoke(app, [])

@@ -15,6 +15,7 @@ from piecework import torch_internals as internals
 from piecework.effects import line_of, op_name, tensors_in
 from piecework.errors import CaptureError
 from piecework.program import Action, OpAction, PieceAction
+from piecework.refusals import gives_number
 from piecework.static_inputs import UnknownSizeError, base_of
 from piecework.values import Values
 
@@ -77,8 +78,7 @@ def _bind_op(action: OpAction, values: Values) -> Bound:
 
 
 def _check_result(node: Node, result: Any) -> None:
-    leaves = internals.pytree.tree_leaves(result)
-    if not all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves):
+    if gives_number(result):
         raise CaptureError(f"{op_name(node)} gives a number{line_of(node)}, which a graph can't follow")
 
 

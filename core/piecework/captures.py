@@ -16,12 +16,13 @@ import torch
 from torch.fx import Node
 
 from piecework.budget import Budget, format_bytes
-from piecework.capturing import CaptureMemory
+from piecework.capturing import CaptureMemory, Capturer
 from piecework.config import CompilationConfig
 from piecework.config_checks import Size
 from piecework.counting import counters
-from piecework.errors import CaptureError, PieceworkWarning
+from piecework.errors import CaptureError, PieceworkError, PieceworkWarning
 from piecework.inputs import GraphInputs, Key
+from piecework.notes import modules_of
 from piecework.plan import Plan, cut
 from piecework.pool import NESTED, RECORDED, Pool
 from piecework.process_settings import is_frozen
@@ -149,6 +150,11 @@ class Captures:
                         if key not in self.plans:
                             self.try_to_capture(key, self.resized(given, key))
                         on_size(key, self.plans.get(key))
+            except PieceworkError:
+                raise
+            except Exception as error:  # of the session of a capturer that is a plugin's
+                what = f"{self.blame_for(error)}{type(error).__name__}: {error}"
+                raise CaptureError(f"sizes of {self.owner} can't be captured: {what}") from error
             finally:
                 if not self.plans:
                     self.release()
@@ -157,13 +163,13 @@ class Captures:
         """Find out what sizes would take, from the smallest and a middle one, where a budget is to be kept."""
         if self.budget.limit is None or self.plans or len(ordered) < 3:
             return
-        start = self.pool.capturer.memory()
+        start = self.pool.memory()
         with contextlib.suppress(CaptureError), self.undoing(ordered[-1]):  # It comes again when its size is captured.
             for key in (ordered[-1], ordered[len(ordered) // 2]):
-                before = self.pool.capturer.memory()
+                before = self.pool.memory()
                 with self.session():
                     recording = self.record(key, self.resized(given, key))
-                self.budget.probe(self.sizes.num_rows(key), before, self.pool.capturer.memory())
+                self.budget.probe(self.sizes.num_rows(key), before, self.pool.memory())
                 del recording
         if not self.budget.probes:
             return
@@ -214,30 +220,35 @@ class Captures:
             must_run = padded_from is None or not isinstance(error.__cause__, SizeRefusedError)
             if self.config.on_failure == "error" and is_asked_for and must_run:
                 raise
-            calls = sum(self.num_uncaptured[key].values())
-            self.retry_at[key] = max(2 * calls, 2)
-            why = str(error.__cause__ or error)
-            if why not in self.said:
-                self.said.add(why)
-                size = key if padded_from is None else padded_from
-                warnings.warn(PieceworkWarning(f"{self.owner} answers size {size} uncaptured: {error}"), stacklevel=5)
-            return "capturing it failed"
+            return self.note_failure(key, error, padded_from)
         return None if key in self.plans else self.why_left_out(key)
+
+    def note_failure(self, key: Key, error: CaptureError, padded_from: Key | None = None) -> str:
+        """Say that a size is answered uncaptured, and return why; it is tried again after twice as many calls."""
+        calls = sum(self.num_uncaptured[key].values())
+        self.retry_at[key] = max(2 * calls, 2)
+        why = str(error.__cause__ or error)
+        if why not in self.said:
+            self.said.add(why)
+            size = key if padded_from is None else padded_from
+            warnings.warn(PieceworkWarning(f"{self.owner} answers size {size} uncaptured: {error}"), stacklevel=6)
+        return "capturing it failed"
 
     def capture(self, key: Key, given: Mapping[int, torch.Tensor]) -> Plan | None:
         """Capture a size from the tensors of a call; None where the budget does not allow it.
 
         Raises:
-            CaptureError: it can't be captured; everything is as it was before.
+            CaptureError: it can't be captured; everything is as it was before. Or it was, and what copies its inputs
+                can't be prepared; that is tried again at a later call.
         """
         start = time.perf_counter()
         with self.undoing(key) as undo:
-            before = self.last_memory or self.pool.capturer.memory()
+            before = self.last_memory or self.pool.memory()
             if not self.budget.allows(key, self.sizes.num_rows(key), before, self.owner):
                 return None
             with self.session():
                 recording = self.record(key, given)
-            after = self.pool.capturer.memory()
+            after = self.pool.memory()
             self.last_memory = after if self.is_recording else None
             if not self.budget.take(key, self.sizes.num_rows(key), before, after, self.owner):
                 del recording
@@ -249,11 +260,11 @@ class Captures:
         plan = Plan(key, recording, time.perf_counter() - start, after)
         counters.num_graph_captures += recording.num_graphs
         self.plans[key] = plan
-        self.on_plan(plan)
         logger.info(
             "%s: captured size %s in %d graphs, %.0f ms, %s in the pool",
             *(self.owner, key, recording.num_graphs, plan.seconds * 1e3, format_bytes(after.pool_bytes)),
         )
+        self.on_plan(plan)
         return plan
 
     @contextlib.contextmanager
@@ -277,9 +288,16 @@ class Captures:
                 yield undo
             except Exception as error:  # Whatever a plugin raises: raised again below, with its name.
                 self.warm.clear()
+                if isinstance(error, PieceworkError) and not isinstance(error, CaptureError):
+                    raise  # of a hook: it says whose
                 own = isinstance(error, CaptureError)
-                why = str(error) if own else f"plugin {self.pool.plugin!r} raised {type(error).__name__}: {error}"
+                why = str(error) if own else f"{self.blame_for(error)}{type(error).__name__}: {error}"
                 raise CaptureError(f"size {key} of {self.owner} can't be captured: {why}") from error
+
+    def blame_for(self, error: Exception) -> str:
+        """Return who raised an exception, if that is the code of the capturer, and not what the core does itself."""
+        modules = {cls.__module__ for cls in type(self.pool.capturer).__mro__} - {Capturer.__module__}
+        return f"{self.pool.origin} raised " if modules.intersection(modules_of(error)) else ""
 
     def record(self, key: Key, given: Mapping[int, torch.Tensor]) -> Recording:
         return self.recorder(key).record(given)

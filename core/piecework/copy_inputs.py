@@ -13,6 +13,7 @@ from piecework import torch_internals as internals
 from piecework.custom_op import CustomOp
 from piecework.custom_op_choice import CallForm, CustomOpChoices
 from piecework.custom_op_limits import form_of
+from piecework.errors import CaptureError
 
 
 class CopyInputs(CustomOp, op_name="copy_inputs"):
@@ -62,5 +63,9 @@ def choose_copy(op: CopyInputs, choices: CustomOpChoices) -> ChosenCopy | None:
     if choice.is_native:
         return None
     copy = functools.partial(choice.implementation.function, op)
-    copy(*op.destinations)
+    try:
+        copy(*op.destinations)
+    except Exception as error:  # of a plugin's implementation: this size fails, and nothing else
+        what = f"{choice} of custom op {CopyInputs.op_name!r} raised {type(error).__name__}: {error}"
+        raise CaptureError(f"the copy of the inputs of {choices.owner} can't be prepared: {what}") from error
     return ChosenCopy(op.prepared or copy, str(choice))

@@ -69,6 +69,17 @@ def report_names(settings: Settings, registered: Collection[str], used: Collecti
         if name in registered:
             logger.info("%s: %r by %s switches nothing: the op is registered, not in this model", owner, token, origin)
         elif is_first_time(f"unknown custom op {name}"):
-            what = unknown(name, registered, kind="custom op") if registered else f"no custom op {name!r} is registered"
-            text = f"custom_ops: {token!r} by {origin} switches nothing: {what}; importing its module registers an op"
-            warnings.warn(PieceworkWarning(text), stacklevel=2)
+            warnings.warn(PieceworkWarning(_words_on_unknown(token, origin, registered)), stacklevel=2)
+
+
+def unregistered_names(settings: Settings, registered: Collection[str]) -> list[str]:
+    """Return a sentence for each name in the settings that no registered op has."""
+    origin = _words(settings.origins["custom_ops"])
+    tokens = (token for token in settings.config.custom_ops if token not in ("all", "none"))
+    return [_words_on_unknown(token, origin, registered) for token in tokens if token[1:] not in registered]
+
+
+def _words_on_unknown(token: str, origin: str, registered: Collection[str]) -> str:
+    name = token[1:]
+    what = unknown(name, registered, kind="custom op") if registered else f"no custom op {name!r} is registered"
+    return f"custom_ops: {token!r} by {origin} switches nothing: {what}; importing its module registers an op"

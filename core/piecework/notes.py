@@ -7,8 +7,9 @@ its lines does; it is looked up in the traceback of an exception.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
+from typing import Any
 
 from piecework import torch_internals as internals
 from piecework.errors import PieceworkError
@@ -47,6 +48,16 @@ def add_note(error: BaseException, text: str) -> None:
     notes = vars(error).setdefault("__notes__", [])
     if text not in notes:
         notes.append(text)
+
+
+def modules_of(error: BaseException) -> set[str]:
+    """Return the names of the modules whose code an exception has passed through."""
+    return {frame.f_globals.get("__name__", "") for frame, _ in _steps_of(error.__traceback__)}
+
+
+def has_passed(error: BaseException, function: Callable[..., Any]) -> bool:
+    """Whether an exception came out of a function: what calls it did not raise it itself."""
+    return any(frame.f_code is function.__code__ for frame, _ in _steps_of(error.__traceback__))
 
 
 def _steps_of(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:

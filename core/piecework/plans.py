@@ -14,7 +14,7 @@ from piecework.captures import Captures
 from piecework.config import CompilationConfig
 from piecework.custom_op_choice import CustomOpChoices
 from piecework.dedupe import UniquePiece
-from piecework.errors import StaleCaptureError
+from piecework.errors import CaptureError, StaleCaptureError
 from piecework.inputs import GraphInputs, Key
 from piecework.padding import Padding
 from piecework.plan import Plan, PlanFunctions, Variant
@@ -127,22 +127,36 @@ class Plans:
             target, why_not, is_asked_for = self.target_of(key)
             if target is None:
                 return self.note_uncaptured(key, why_not, uncaptured)
-            if target not in self.plans:
-                if not self.pool.switch():
-                    return self.note_uncaptured(key, RECORDED, uncaptured)
-                if (why_not := self.captures.why_not_now(self.by_position(given))) is not None:
-                    return self.note_uncaptured(key, why_not, uncaptured)
-                padded_from = key if key != target else None
-                why_not = self.captures.try_to_capture(
-                    target, self.by_position(given), padded_from=padded_from, is_asked_for=is_asked_for
-                )
-                if why_not is not None:
-                    return self.note_uncaptured(key, why_not, uncaptured)
-                if not is_asked_for:
-                    self.unasked.add(target)
-            return self.functions.get(key) or self.function_of(key, self.plans[target])
+            try:
+                if target not in self.plans:
+                    padded_from = key if key != target else None
+                    why_not = self.capture(
+                        target, self.by_position(given), padded_from=padded_from, is_asked_for=is_asked_for
+                    )
+                    if why_not is not None:
+                        return self.note_uncaptured(key, why_not, uncaptured)
+                return self.functions.get(key) or self.function_of(key, self.plans[target])
+            except CaptureError as error:
+                if self.config.on_failure == "error" and is_asked_for:
+                    raise
+                return self.note_uncaptured(key, self.captures.note_failure(key, error), uncaptured)
         finally:
             self.pool.lock.release()
+
+    def capture(
+        self, target: Key, given: Mapping[int, torch.Tensor], *, padded_from: Key | None, is_asked_for: bool
+    ) -> str | None:
+        """Capture a size now; return why that can't be done, where it is no error."""
+        if not self.pool.switch():
+            return RECORDED
+        if (why_not := self.captures.why_not_now(given)) is not None:
+            return why_not
+        why_not = self.captures.try_to_capture(target, given, padded_from=padded_from, is_asked_for=is_asked_for)
+        if why_not is not None:
+            return why_not
+        if not is_asked_for:
+            self.unasked.add(target)
+        return None
 
     def key_of(self, given: Sequence[Any]) -> Key:
         """Return the size of a call: its last arguments."""
@@ -218,8 +232,8 @@ class Plans:
         self.settled.clear()
         self.num_recaptures += plan.key in self.stale
         self.stale.pop(plan.key, None)
-        self.function_of(plan.key, plan)
         self.on_captured()
+        self.function_of(plan.key, plan)
 
     def function_of(self, key: Key, plan: Plan) -> Callable[..., Any]:
         """Return what answers calls of a size by a plan of that many rows, or more."""

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator, Sequence
 import torch
 
 from piecework import torch_internals as internals
-from piecework.capturing import Capturer
+from piecework.capturing import CaptureMemory, Capturer
 from piecework.config import CompilationConfig
 from piecework.errors import CaptureError
 from piecework.plugins import PluginManager
@@ -62,12 +62,34 @@ class Pool:
             self.is_busy = False
 
     def switch(self) -> bool:
-        """Let the current stream wait for the one that was used last; False where it can't replay now."""
-        stream = self.capturer.current_stream()
-        if not self.capturer.wait_for(stream if self.stream is None else self.stream):
-            return False
+        """Let the current stream wait for the one that was used last; False where it can't replay now.
+
+        Raises:
+            CaptureError: the capturer failed.
+        """
+        try:
+            stream = self.capturer.current_stream()
+            if not self.capturer.wait_for(stream if self.stream is None else self.stream):
+                return False
+        except Exception as error:  # of a plugin, which may raise anything
+            raise self.blamed(error) from error
         self.stream = stream
         return True
+
+    def memory(self) -> CaptureMemory:
+        """Return what the captures hold now.
+
+        Raises:
+            CaptureError: the capturer failed.
+        """
+        try:
+            return self.capturer.memory()
+        except Exception as error:  # of a plugin, which may raise anything
+            raise self.blamed(error) from error
+
+    def blamed(self, error: Exception) -> CaptureError:
+        """Return an error that names the plugin whose capturer raised another one."""
+        return CaptureError(f"{self.origin} raised {type(error).__name__}: {error}")
 
     def empty(self, fake: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
         """Return static memory for something like ``fake``: in the pool, if it is on the pool's device."""
@@ -91,7 +113,10 @@ class Pool:
             was_there = user in self.users
             self.users.discard(user)
             if was_there and not self.users and not self.is_busy:
-                self.capturer.release()
+                try:
+                    self.capturer.release()
+                except Exception as error:  # of a plugin, which may raise anything
+                    raise self.blamed(error) from error
 
 
 _pools: weakref.WeakKeyDictionary[PluginManager, dict[tuple[str, str | None], Pool | None]] = (

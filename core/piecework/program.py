@@ -92,7 +92,9 @@ class CaptureTask:
     @property
     def words(self) -> str:
         """Return what it runs, for notes on exceptions."""
-        return self.actions[0].words if len(self.actions) == 1 else self.name
+        if len(self.actions) == 1:
+            return self.actions[0].words
+        return f"{self.name} ({', '.join(action.words.rstrip(',') for action in self.actions)})"
 
 
 @dataclass(frozen=True)

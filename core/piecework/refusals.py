@@ -37,7 +37,7 @@ class Refusals:
         overload = effects.overload(node)
         if overload is not None and torch.Tag.cudagraph_unsafe in overload.tags:
             return f"{overload.name()} is tagged cudagraph_unsafe"
-        return None
+        return "it gives a number" if gives_number(effects.values[node]) else None
 
     def note(self, name: str, why: str) -> None:
         """Keep the reason for reports."""
@@ -69,6 +69,12 @@ class Refusals:
                     "what stands around it is captured"
                 )
         return None
+
+
+def gives_number(result: Any) -> bool:
+    """Whether an op gives something that no graph can hold: other than tensors and None."""
+    leaves = internals.pytree.tree_leaves(result)
+    return not all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves)
 
 
 def refused_op(graph: GraphModule, inputs: Sequence[Any], capturer: Capturer) -> Node | None:

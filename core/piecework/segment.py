@@ -12,6 +12,7 @@ from torch.fx.node import map_arg
 from piecework.capturing import Capture, Recordable
 from piecework.effects import line_of, op_name
 from piecework.errors import CaptureError
+from piecework.notes import has_passed
 from piecework.program import Action, CaptureTask, PieceAction
 from piecework.refusals import refused_op
 from piecework.split import PieceStep
@@ -50,7 +51,10 @@ class Segment:
         except CaptureError as error:
             raise self.explained(error) from error
         except Exception as error:  # of a compiled piece or an op: it fails in this size's capture, and in nothing else
-            raise CaptureError(f"{name} failed while it was recorded: {type(error).__name__}: {error}") from error
+            if not has_passed(error, self.run):
+                raise  # of the capturer
+            what = f"{self.graph.words} failed while it was recorded"
+            raise CaptureError(f"{what}: {type(error).__name__}: {error}") from error
         if not isinstance(captured, Capture):
             raise CaptureError(f"the capturer answered capture with {captured!r}, allowed: a Capture")
         return captured
@@ -98,13 +102,18 @@ class Segment:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of a compiled piece: it fails in this size's capture, and in nothing else
-            what = f"{action.step.name} failed in its warm-up"
+            if not has_passed(error, run):
+                raise  # of the capturer
+            what = f"{action.words} failed in its warm-up"
             raise SizeRefusedError(f"{what}: {type(error).__name__}: {error}") from error
 
     def explained(self, error: CaptureError) -> CaptureError:
         """Return an error that names the op that the device refuses, if recording ops one by one finds it."""
         for action in self.graph.pieces:
-            node = refused_op(action.step.graph, self.scratch_inputs(action.step), self.capturer)
+            try:
+                node = refused_op(action.step.graph, self.scratch_inputs(action.step), self.capturer)
+            except Exception:  # Whatever goes wrong in the search must not hide what the device refused.
+                return error
             if node is not None:
                 what = f"{op_name(node) or node.target} in {action.step.name}{line_of(node)}"
                 return CaptureError(f"{error}; it is {what}")

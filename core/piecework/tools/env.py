@@ -55,12 +55,15 @@ def env_command(
         for name in modules or ():
             importlib.import_module(name)
         rows = env_rows()
+        remarks = names_that_switch_nothing()
     except ModuleNotFoundError as error:
         typer.echo(f"--import: {error}", err=True)
         raise typer.Exit(2) from None
     except PieceworkError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
+    for remark in remarks:
+        typer.echo(remark, err=True)
     if json:
         typer.echo(rows_as_json(rows))
     else:
@@ -93,6 +96,15 @@ def env_rows() -> list[EnvRow]:
     rows.append(EnvRow("versions", "torch", torch_version()))
     rows.append(EnvRow("versions", "piecework", piecework.__version__))
     return rows
+
+
+def names_that_switch_nothing() -> list[str]:
+    """Return a sentence for each name in ``custom_ops`` that no op has which is registered here."""
+    from piecework.custom_op import registered_ops  # It needs torch.
+    from piecework.custom_op_switch import unregistered_names
+
+    settings = resolve_settings(None, default_level=CompilationLevel.NO_COMPILATION)
+    return unregistered_names(settings, registered_ops())
 
 
 def unknown_variable(name: str) -> str:

@@ -284,7 +284,7 @@ def _custom_op(choice: Choice, num_places: int, num_outside: int) -> CustomOpRep
 def _captures(plans: Plans) -> dict[str, Any]:
     """Return the fields of a report that are about captures."""
     with plans.pool.lock:
-        memory = plans.pool.capturer.memory()
+        memory = plans.pool.memory()
         num_rows = plans.inputs.sizes.num_rows
         largest_first = sorted(plans.plans.values(), key=lambda plan: num_rows(plan.key), reverse=True)
         bridges = [plan.recording.bridge_bytes for plan in largest_first]

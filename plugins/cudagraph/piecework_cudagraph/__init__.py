@@ -17,9 +17,11 @@ PIECEWORK_PLUGIN_API = 1
 @hookimpl(trylast=True)
 def piecework_capturer(device: torch.device, config: CompilationConfig) -> Capturer | None:
     """Capture on CUDA devices; asked after all third-party capturers."""
+    from piecework_cudagraph.options import CudaGraphOptions
+
+    options = read_options(CudaGraphOptions, config, "cudagraph")  # Where it declines too: a typo is one everywhere.
     if device.type != "cuda":
         return None
     from piecework_cudagraph.capturer import CudaGraphCapturer  # Only here is torch needed.
-    from piecework_cudagraph.options import CudaGraphOptions
 
-    return CudaGraphCapturer(device, read_options(CudaGraphOptions, config, "cudagraph"))
+    return CudaGraphCapturer(device, options)
