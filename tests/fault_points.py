@@ -473,7 +473,7 @@ def check_error(point: Point, raised: BaseException, planned: BaseException) -> 
     else:
         words = point.capturing if isinstance(raised, CaptureError) else point.preparing
         if isinstance(planned, CaptureError):
-            words = SIZE
+            words = f"{SIZE}|the copy of the inputs of Model can't be prepared: "
         if isinstance(planned, torch.OutOfMemoryError) and isinstance(raised, CaptureError):
             words = rf"(sizes? (\d )?of Model can't be captured: |{WHO} raised |can't be prepared: ).*planned"
         else:

@@ -396,6 +396,18 @@ def test_repro_script_is_whole_or_not_there(own_cache: Path, monkeypatch: pytest
     assert not list((own_cache / "repro").glob("*"))
 
 
+def test_repro_script_that_a_killed_process_left_unfinished_is_removed(own_cache: Path) -> None:
+    folder = own_cache / "repro"
+    folder.mkdir(parents=True)
+    old, recent = folder / "old.tmp", folder / "recent.tmp"
+    for file in (old, recent):
+        file.write_text("half of")
+    os.utime(old, (0, 0))
+    with plugins(FailsAt(1, CompileError("the cause"))), pytest.raises(CompileError, match="^the cause; .* compiles"):
+        compiled_by(Layers(), piece_compiler="fails_at")(rows(4))
+    assert not old.exists() and recent.exists()
+
+
 def test_repro_script_keeps_the_options_of_the_plugin(own_cache: Path) -> None:
     options = {"fails_at": {"fast": True, "sizes": [1, 2]}}
     script = failed_script(Layers(), own_cache, rows(4), plugin_options=options)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +69,9 @@ for value, content in zip(values, inputs(), strict=True):
     value.copy_(content)
 torch.manual_seed(1)
 """
+
+LEFTOVER_S = 600
+"""After so long, a file that did not get its name is nobody's: writing one takes milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,15 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     except BaseException:  # Raised again: an interrupt leaves no half of a file behind either.
         os.unlink(temporary)
         raise
+    _remove_leftovers(path.parent)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what processes that were killed while they wrote left behind."""
+    for left in folder.glob("*.tmp"):
+        with contextlib.suppress(OSError):  # Another process may be at it, too.
+            if time.time() - left.stat().st_mtime > LEFTOVER_S:
+                left.unlink()
 
 
 def _script(
