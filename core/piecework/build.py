@@ -31,10 +31,11 @@ from piecework.run import Runs, StraightLine, straight_line, whole_graph
 from piecework.settings import Settings
 from piecework.split import SplitGraph, split_graph
 from piecework.state import BoundState
-from piecework.trace import TARGET, Relation, Trace, eval_source
+from piecework.trace import TARGET, Relation, Trace, eval_source, readable
 from piecework.watch import Watch
 
 if TYPE_CHECKING:
+    from piecework.debug import Debug
     from piecework.forward import Forward
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,8 @@ class Builder:
             if given.source is not None
         }
         self.inputs = GraphInputs(traced.inputs, bound, traced.sizes)
+        names = {node: readable(str(traced.inputs[node].source)).removeprefix("self.") for node in bound}
+        self.debug = debug_of(settings, self.owner, names)
         self.num_guards = len(internals.shape_guards(traced.shape_env))
 
     def dynamo_once(self) -> Compiled:
@@ -123,6 +126,7 @@ class Builder:
             pieces=lambda key: Pieces(runs.at(key), keys),
             is_auto=self.forward.is_request,
             owner=self.owner,
+            debug=self.debug,
         )
 
     def timed(self, stage: str, work: Callable[[], Any]) -> Any:
@@ -168,7 +172,7 @@ class Builder:
         return needed
 
     def straight_line(self, split: SplitGraph, runs: Sequence[PieceRun]) -> StraightLine:
-        return straight_line(split, runs, self.inputs, name=self.owner)
+        return straight_line(split, runs, self.inputs, name=self.owner, debug=self.debug)
 
     def exact_runs(self, compiled: Sequence[CompiledUniquePiece]) -> dict[Any, list[PieceRun]]:
         """Compile every unique piece for each exact size that was asked for."""
@@ -264,6 +268,8 @@ class Builder:
         state.namespaces.append(entry.namespace)
         for name in traced.outputs.returned_inputs:
             entry.namespace[name] = None
+        if self.debug is not None:
+            entry.namespace |= self.debug.settling(state, lambda: forward.is_doubtful)
         state.note_addresses()
         if plans is not None:
             plans.on_captured = state.look_at_all
@@ -293,6 +299,22 @@ class PieceRuns:
         numbers = {dim_symbol(dim): value for dim, value in zip(self.dims, values, strict=True)}
         holds = all(relation.expression.xreplace(numbers) == sympy.true for relation in self.needed)
         return self.general if holds else self.by_ops
+
+
+def debug_of(settings: Settings, owner: str, names: Mapping[Node, str]) -> Debug | None:
+    """Return what checks a compiled model in debug mode; None where that is off, and its modules are not imported.
+
+    Args:
+        settings: of the compilation.
+        owner: name of the model.
+        names: how the user calls parameters and buffers, by placeholder.
+    """
+    if not settings.is_debug:
+        return None
+    from piecework.debug import Debug  # What it needs is of no use elsewhere.
+
+    logger.warning("%s: debug mode checks every call and replay (PIECEWORK_DEBUG=1), many times slower", owner)
+    return Debug(owner, settings.config, names)
 
 
 def find_pool(split: SplitGraph, config: CompilationConfig, manager: PluginManager, *, owner: str) -> Pool | None:

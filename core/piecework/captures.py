@@ -10,7 +10,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch.fx import Node
@@ -20,7 +20,7 @@ from piecework.capturing import CaptureMemory, Capturer
 from piecework.config import CompilationConfig
 from piecework.config_checks import Size
 from piecework.counting import counters
-from piecework.errors import CaptureError, PieceworkError, PieceworkWarning
+from piecework.errors import CaptureError, DebugFinding, PieceworkError, PieceworkWarning
 from piecework.inputs import GraphInputs, Key
 from piecework.notes import modules_of
 from piecework.plan import Plan, cut
@@ -33,6 +33,9 @@ from piecework.schedule import Schedule
 from piecework.segment import SizeRefusedError
 from piecework.split import SplitGraph
 from piecework.static_inputs import StaticInputs
+
+if TYPE_CHECKING:
+    from piecework.debug import Debug
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +56,7 @@ class Captures:
         owner: name of the model, for messages.
         num_uncaptured: calls that ran uncaptured, by size and reason; more of them have a failed size tried again.
         on_plan: called with each plan as soon as it is there.
+        debug: has replays checked.
     """
 
     def __init__(
@@ -68,17 +72,18 @@ class Captures:
         owner: str,
         num_uncaptured: defaultdict[Key, Counter[str]],
         on_plan: Callable[[Plan], None],
+        debug: Debug | None = None,
     ) -> None:
         self.inputs, self.sizes = replace(inputs, bound={}), inputs.sizes
         self.bound: Callable[[], Mapping[Node, torch.Tensor]] = dict
         """Returns the parameters and buffers that the model has now; set by whoever binds them."""
         self.config, self.pool, self.statics, self.owner = config, pool, statics, owner
         self.results, self.pieces = results, pieces
-        self.num_uncaptured, self.on_plan = num_uncaptured, on_plan
+        self.num_uncaptured, self.on_plan, self.debug = num_uncaptured, on_plan, debug
         self.refusals = Refusals(pool.capturer, pool.device)
         outside = (*inputs.bound, *(tensor.node for tensor in statics.tensors.values()))
         self.schedule = Schedule(split, outside, results)
-        self.programs = Programs(self.schedule, self.refusals, inputs.sizes)
+        self.programs = Programs(self.schedule, self.refusals, inputs.sizes, debug=debug)
         self.budget = Budget(config.max_capture_bytes)
         self.plans: dict[Key, Plan] = {}
         self.retry_at: dict[Key, int] = {}
@@ -218,7 +223,8 @@ class Captures:
             self.capture(key, given)
         except CaptureError as error:
             must_run = padded_from is None or not isinstance(error.__cause__, SizeRefusedError)
-            if self.config.on_failure == "error" and is_asked_for and must_run:
+            is_error = self.config.on_failure == "error" and is_asked_for and must_run
+            if isinstance(error, DebugFinding) or is_error:
                 raise
             return self.note_failure(key, error, padded_from)
         return None if key in self.plans else self.why_left_out(key)
@@ -288,6 +294,8 @@ class Captures:
                 yield undo
             except Exception as error:  # Whatever a plugin raises: raised again below, with its name.
                 self.warm.clear()
+                if isinstance(error, DebugFinding):
+                    raise
                 if isinstance(error, PieceworkError) and not isinstance(error, CaptureError):
                     raise  # of a hook: it says whose
                 own = isinstance(error, CaptureError)
@@ -311,6 +319,7 @@ class Captures:
             numbers=self.sizes.numbers_of(key),
             results=self.results,
             warm=self.warm[key, threading.get_ident()],
+            debug=self.debug,
         )
 
     @contextlib.contextmanager

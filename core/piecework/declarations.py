@@ -54,6 +54,21 @@ def checked_call(
     return result, problems
 
 
+def checked_result(
+    function: Callable[..., Any],
+    overload: internals.OpOverload | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> tuple[Any, list[str]]:
+    """Do what ``checked_call`` does but for mutations: it waits for nothing, and may be called while recording."""
+    if overload is None:
+        return function(*args, **kwargs), []
+    declaration = Declaration(function, overload, args, kwargs)
+    storages = {internals.storage_key(one.tensor) for one in declaration.arguments}
+    result = function(*args, **kwargs)
+    return result, declaration.departures_of(result, storages)
+
+
 @dataclass(frozen=True)
 class _Argument:
     name: str
@@ -84,7 +99,7 @@ class Declaration:
         self.overload = overload
         self.name = overload.name() if overload is not None else getattr(function, "__name__", repr(function))
         self.fake_error: Exception | None = None
-        self.fake_result: Any = None
+        self.fake_results: list[_Form] = []
         written = self.run_on_fakes(overload or function, args, kwargs)
         if overload is None:
             named = [(f"{i}", value, frozenset[str](), False) for i, value in enumerate(args)]
@@ -106,14 +121,15 @@ class Declaration:
         """Run the fake implementation on fakes of the arguments; return the arguments that it writes to."""
         mode = internals.new_fake_mode(internals.ShapeEnv())
         # Fakes made under inference mode have no version that tells of writes.
-        with torch.inference_mode(False), torch.no_grad(), mode:
+        with internals.without_dispatch_modes(), torch.inference_mode(False), torch.no_grad(), mode:
             copies = _Fakes(mode)
             fake_args, fake_kwargs = internals.pytree.tree_map_only(
                 torch.Tensor, copies.of, (tuple(args), dict(kwargs))
             )
             before = {id(fake): internals.version(fake) for fake, _ in copies.pairs}
             try:
-                self.fake_result = target(*fake_args, **fake_kwargs)
+                result = target(*fake_args, **fake_kwargs)
+                self.fake_results = [_Form.of(fake) for fake in tensors_in(result)]
             except Exception as error:  # of any fake implementation: told if the op itself takes these arguments
                 self.fake_error = error
             return [real for fake, real in copies.pairs if internals.version(fake) != before[id(fake)]]
@@ -152,7 +168,7 @@ class Declaration:
                 f"{self.name} ran, and its fake implementation raised {type(error).__name__} for the same arguments: "
                 f"{str(error).splitlines()[0] if str(error) else 'no message'}; mend the fake implementation"
             ]
-        made, fakes = tensors_in(result), tensors_in(self.fake_result)
+        made, fakes = tensors_in(result), self.fake_results
         if len(made) != len(fakes):
             return [
                 f"{self.name} gave {len(made)} tensors, where its fake implementation gives {len(fakes)}; mend the "
@@ -161,8 +177,8 @@ class Declaration:
         return [
             f"{self.name} gave {_which(index, result)} with {what} {given}, where its fake implementation gives "
             f"{fake}; mend the fake implementation, or the op"
-            for index, (real, traced) in enumerate(zip(made, fakes, strict=True))
-            for what, given, fake in difference(real, traced)
+            for index, (real, declared) in enumerate(zip(made, fakes, strict=True))
+            for what, given, fake in declared.differences(real)
         ]
 
     def wrong_aliases(self, result: Any) -> list[str]:
@@ -209,17 +225,32 @@ class Declaration:
                 yield tensor, aliases
 
 
-def difference(real: torch.Tensor, fake: torch.Tensor) -> Iterator[tuple[str, Any, Any]]:
-    """Yield in what two tensors differ: what, of the real one, of the fake one; sizes that follow from data aside."""
-    for what in ("dtype", "device", "layout"):
-        if getattr(real, what) != getattr(fake, what):
-            yield what, getattr(real, what), getattr(fake, what)
-    if real.dim() != fake.dim() or any(_differ(a, b) for a, b in zip(real.shape, fake.shape, strict=True)):
-        yield "shape", tuple(real.shape), tuple(fake.shape)
-    elif real.numel() and real.layout is torch.strided and fake.layout is torch.strided:
-        pairs = zip(real.shape, real.stride(), fake.stride(), strict=True)
-        if any(length > 1 and _differ(a, b) for length, a, b in pairs):
-            yield "strides", real.stride(), fake.stride()
+@dataclass(frozen=True)
+class _Form:
+    """What a tensor looks like; sizes and strides that follow from data are no integers."""
+
+    dtype: torch.dtype
+    device: torch.device
+    layout: torch.layout
+    shape: tuple[int | torch.SymInt, ...]
+    strides: tuple[int | torch.SymInt, ...] | None
+
+    @classmethod
+    def of(cls, fake: torch.Tensor) -> _Form:
+        strides = tuple(fake.stride()) if fake.layout is torch.strided else None
+        return cls(fake.dtype, fake.device, fake.layout, tuple(fake.shape), strides)
+
+    def differences(self, real: torch.Tensor) -> Iterator[tuple[str, Any, Any]]:
+        """Yield in what a tensor differs: what, there, and here."""
+        for what in ("dtype", "device", "layout"):
+            if getattr(real, what) != getattr(self, what):
+                yield what, getattr(real, what), getattr(self, what)
+        if real.dim() != len(self.shape) or any(_differ(a, b) for a, b in zip(real.shape, self.shape, strict=True)):
+            yield "shape", tuple(real.shape), self.shape
+        elif real.numel() and real.layout is torch.strided and self.strides is not None:
+            pairs = zip(real.shape, real.stride(), self.strides, strict=True)
+            if any(length > 1 and _differ(a, b) for length, a, b in pairs):
+                yield "strides", real.stride(), self.strides
 
 
 def _differ(real: int, traced: int | torch.SymInt) -> bool:

@@ -15,7 +15,7 @@ import sympy
 import torch
 
 from piecework import torch_internals as internals
-from piecework.build import by_place, count_pieces, find_pool, splitting_ops
+from piecework.build import by_place, count_pieces, debug_of, find_pool, splitting_ops
 from piecework.compilers import compile_pieces
 from piecework.config import CompilationConfig
 from piecework.config_checks import CompilationLevel
@@ -83,7 +83,8 @@ def piecework_backend(
             compiled = compile_pieces(unique, settings.config, manager, fake_mode.shape_env, owner="graph")
             pool = find_pool(split, settings.config, manager, owner="graph")
         runs = [one.run for one in by_place(compiled)]
-        line = straight_line(split, runs, inputs, name="graph")
+        debug = debug_of(settings, "graph", {})
+        line = straight_line(split, runs, inputs, name="graph", debug=debug)
         if pool is None:
             return _called_by_dynamo(line.function, inputs.tensor_indices, list(readers.values()), None)
         pieces = Pieces(runs, [one.unique.piece.key for one in by_place(compiled)])
@@ -94,6 +95,7 @@ def piecework_backend(
             is_auto=True,
             owner="graph",
             are_dims_named=False,
+            debug=debug,
         )
         plans.uncaptured = line.function
     call = _called_by_dynamo(line.function, inputs.tensor_indices, list(readers.values()), plans)

@@ -37,6 +37,10 @@ class GradientNotSupported(PieceworkError, RuntimeError):
     """A backward reached the outputs of a model compiled for inference."""
 
 
+class DebugFinding(PieceworkError):
+    """Marks what debug mode found, which is raised whatever ``on_failure`` says; each is of a class above, too."""
+
+
 class PieceworkWarning(UserWarning):
     """Base of all warnings given by Piecework, so that one filter can turn them into errors."""
 

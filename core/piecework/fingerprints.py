@@ -8,7 +8,7 @@ import torch
 
 from piecework.static_inputs import base_of
 
-BLOCK = 1 << 20
+BLOCK = 1 << 22
 """Elements looked at together: what is needed besides the tensor is some multiples of this."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _STEP, _START = 0x9E3779B97F4A7C15 - (1 << 64), 0x2545F4914F6CDD1D
@@ -24,7 +24,7 @@ def has_bits(tensor: torch.Tensor) -> bool:
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """Return one integer on the tensor's device, without waiting for it; NaN are compared by their bits."""
     with torch.no_grad():
-        bits = _bits_of(base_of(tensor.detach()))
+        bits = bits_of(base_of(tensor.detach()))
         total = torch.zeros((), dtype=torch.int64, device=tensor.device)
         if not bits.numel():
             return total
@@ -50,8 +50,8 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [values[i] for i in range(len(made))]
 
 
-def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as integers, with at least one dim, in the order of memory where it is dense."""
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as integers over the same memory, with at least one dim, in the order of memory."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     bits = tensor.resolve_neg().view(_BITS[tensor.element_size()])

@@ -6,7 +6,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,7 +14,7 @@ from piecework.captures import Captures
 from piecework.config import CompilationConfig
 from piecework.custom_op_choice import CustomOpChoices
 from piecework.dedupe import UniquePiece
-from piecework.errors import CaptureError, StaleCaptureError
+from piecework.errors import CaptureError, DebugFinding, StaleCaptureError
 from piecework.inputs import GraphInputs, Key
 from piecework.padding import Padding
 from piecework.plan import Plan, PlanFunctions, Variant
@@ -23,6 +23,9 @@ from piecework.process_settings import compile_context, is_first_time, is_frozen
 from piecework.program import Pieces
 from piecework.split import SplitGraph
 from piecework.static_inputs import StaticInputs
+
+if TYPE_CHECKING:
+    from piecework.debug import Debug
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +48,7 @@ class Plans:
         is_auto: what ``capture_sizes=None`` means outside of a compile context.
         owner: name of the model, for messages.
         are_dims_named: the user named the dims; else a size is that of the first one, whatever the others are.
+        debug: has captured calls checked.
     """
 
     def __init__(
@@ -61,7 +65,9 @@ class Plans:
         is_auto: bool,
         owner: str,
         are_dims_named: bool = True,
+        debug: Debug | None = None,
     ) -> None:
+        self.debug = debug
         self.are_dims_named, self.is_auto = are_dims_named, is_auto
         self.config, self.pool, self.owner = config, pool, owner
         self.inputs = replace(inputs, bound={})
@@ -101,6 +107,7 @@ class Plans:
             owner=owner,
             num_uncaptured=self.num_uncaptured,
             on_plan=self.serve,
+            debug=debug,
         )
         self.plans = self.captures.plans
 
@@ -137,7 +144,7 @@ class Plans:
                         return self.note_uncaptured(key, why_not, uncaptured)
                 return self.functions.get(key) or self.function_of(key, self.plans[target])
             except CaptureError as error:
-                if self.config.on_failure == "error" and is_asked_for:
+                if isinstance(error, DebugFinding) or (self.config.on_failure == "error" and is_asked_for):
                     raise
                 return self.note_uncaptured(key, self.captures.note_failure(key, error), uncaptured)
         finally:
@@ -239,7 +246,10 @@ class Plans:
         """Return what answers calls of a size by a plan of that many rows, or more."""
         variant = plan.variants.setdefault(key, Variant(key, plan.key, plan.recording))
         numbers = self.inputs.sizes.numbers_of(key)
-        self.functions[key] = function = self.make.function(variant, numbers, self.captures.bound)
+        function = self.make.function(variant, numbers, self.captures.bound)
+        if self.debug is not None:
+            function = self.debug.answer(variant, function, self.statics, self.by_position)
+        self.functions[key] = function
         if self.outdated_by:  # by another thread, since the plan was looked up
             self.functions.clear()
         return function

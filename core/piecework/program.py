@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
@@ -21,6 +21,9 @@ from piecework.refusals import Refusals
 from piecework.run import op_words, piece_words
 from piecework.schedule import OpStep, Outline, Schedule
 from piecework.split import PieceStep
+
+if TYPE_CHECKING:
+    from piecework.debug import Debug
 
 
 @dataclass(frozen=True)
@@ -115,10 +118,11 @@ class Programs:
         schedule: the steps of the graph in order.
         refusals: what stays out of graphs.
         sizes: what the symbols of the graph mean.
+        debug: has more looked at, and ops and uncaptured pieces whenever they run.
     """
 
-    def __init__(self, schedule: Schedule, refusals: Refusals, sizes: Sizes) -> None:
-        self.sizes = sizes
+    def __init__(self, schedule: Schedule, refusals: Refusals, sizes: Sizes, *, debug: Debug | None = None) -> None:
+        self.sizes, self.debug = sizes, debug
         self.schedule, self.effects, self.refusals = schedule, schedule.effects, refusals
         units = (unit for unit in schedule.units if isinstance(unit, OpStep))
         self.ops = {unit.node: unit.op for unit in units if unit.op is not None}
@@ -154,17 +158,26 @@ class Programs:
         actions: list[Action] = []
         places = iter(zip(pieces.runs, pieces.keys, strict=True))
         is_captured = dict(zip(self.ops, captured, strict=True))
+        steps = [unit for unit in self.schedule.units if isinstance(unit, PieceStep)]
+        checks = self.debug.line(steps, pieces.runs, self.effects, self.sizes) if self.debug is not None else None
         for unit in self.schedule.units:
             if isinstance(unit, OpStep):
                 node, function = unit.node, _function(unit, unit.op, self.effects)
                 taken = is_captured.get(node, False)
+                if checks is not None and unit.op is not None:
+                    function = (checks.recorded_op if taken else checks.op)(node, function)
                 words = op_words(node, unit.op)
                 actions.append(OpAction(node, unit.op, taken, function, node.args, node.kwargs, words))
                 continue
             piece, key = next(places)
             why = self.refusals.of_piece(unit, key)
-            check = piece_check(unit, piece, self.effects, self.sizes)
-            actions.append(PieceAction(unit, piece.run, check, piece_words(unit, piece), key, why))
+            run, words = piece.run, piece_words(unit, piece)
+            if checks is not None:
+                run = piece.run if why is None else checks.piece(unit, piece)
+                check = checks.piece_check(unit, piece)
+            else:
+                check = piece_check(unit, piece, self.effects, self.sizes)
+            actions.append(PieceAction(unit, run, check, words, key, why))
             if why is not None:
                 self.refusals.note(unit.name, why)
         return actions

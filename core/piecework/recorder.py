@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
@@ -25,6 +25,10 @@ from piecework.schedule import Schedule
 from piecework.segment import Segment
 from piecework.static_inputs import StaticInputs, UnknownSizeError, fill
 from piecework.values import Values
+
+if TYPE_CHECKING:
+    from piecework.debug import Debug
+    from piecework.debug_replays import PlanChecks
 
 
 @dataclass
@@ -44,6 +48,8 @@ class Recording:
     """Memory for results that come from outside of graphs."""
     names: list[str] = field(default_factory=list)
     """What each step runs, for notes on exceptions."""
+    checks: PlanChecks | None = None
+    """In debug mode, what the steps look at."""
 
 
 class Recorder:
@@ -59,6 +65,7 @@ class Recorder:
         numbers: the value of each symbol.
         results: nodes that the caller's results are made from.
         warm: keys of pieces that ran at this size before, and need no warm-up; those that get one are added.
+        debug: puts checked steps in the places of the steps.
     """
 
     def __init__(
@@ -73,12 +80,15 @@ class Recorder:
         numbers: Numbers,
         results: Sequence[Node],
         warm: set[str],
+        debug: Debug | None = None,
     ) -> None:
         self.program, self.effects, self.bound = program, schedule.effects, bound
         self.statics, self.refusals = statics, refusals
         self.results, self.warm = results, warm
         self.values = Values(schedule, statics, pool, numbers)
         self.recording = Recording([], 0, {}, {}, {})
+        if debug is not None:
+            self.recording.checks = debug.plan(self.values, bound)
 
     def record(self, given: Mapping[int, torch.Tensor]) -> Recording:
         """Record all steps, in ``recording_session``; no op runs, and nothing of the model or the caller is written to.
@@ -91,7 +101,11 @@ class Recorder:
         """
         try:
             self.enter(given)
+            if self.recording.checks is not None:
+                self.recording.checks.enter()
             self.record_steps()
+            if self.recording.checks is not None:
+                self.recording.checks.close()
             self.recording.outputs = {node: self.values.bound(node) for node in self.results}
         except UnknownSizeError as error:
             raise CaptureError(f"{error}, so that its memory can't be set aside") from error
@@ -123,12 +137,14 @@ class Recorder:
         for task in self.program:
             if isinstance(task, EvaluateTask):
                 self.evaluate(task.node)
-                continue
-            if isinstance(task, CaptureTask):
+            elif isinstance(task, CaptureTask):
                 self.capture(task)
             else:
                 self.bind(task.action)
-            self.values.drop(task.dying)
+            if self.recording.checks is not None:
+                self.recording.checks.note(task, self.recording.steps)
+            if not isinstance(task, EvaluateTask):
+                self.values.drop(task.dying)
         if not self.recording.num_graphs:
             raise CaptureError("no piece of it can be captured" + "".join(f"; {w}" for w in self.refusals.lines()))
 
@@ -142,7 +158,7 @@ class Recorder:
 
     def capture(self, graph: CaptureTask) -> None:
         """Record some actions as one graph."""
-        segment = Segment(self.values, graph)
+        segment = Segment(self.values, graph, self.recording.checks)
         for action in graph.pieces:
             if action.key not in self.warm:
                 segment.warm_up(action)

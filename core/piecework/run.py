@@ -7,7 +7,7 @@ import linecache
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
@@ -21,6 +21,9 @@ from piecework.piece_checks import FirstCall, piece_check
 from piecework.pieces import PieceRun, SplittingOp
 from piecework.split import PieceStep, SplitGraph
 from piecework.trace import Relation
+
+if TYPE_CHECKING:
+    from piecework.debug import Debug, LineChecks
 
 
 @dataclass
@@ -54,7 +57,9 @@ class Runs:
         return [line.namespace for line in (self.general, *self.exact.values(), self.uncompiled) if line is not None]
 
 
-def straight_line(split: SplitGraph, runs: Sequence[PieceRun], inputs: GraphInputs, *, name: str) -> StraightLine:
+def straight_line(
+    split: SplitGraph, runs: Sequence[PieceRun], inputs: GraphInputs, *, name: str, debug: Debug | None = None
+) -> StraightLine:
     """Generate the function that runs all steps.
 
     Args:
@@ -62,11 +67,13 @@ def straight_line(split: SplitGraph, runs: Sequence[PieceRun], inputs: GraphInpu
         runs: the compiled pieces, one per piece of the graph; each is looked at once.
         inputs: what the graph is called with; the sizes are the last arguments of the function.
         name: shown in tracebacks.
+        debug: has every piece and splitting op looked at whenever it runs.
 
     Returns:
         ``function(*tensor_arguments, *sizes)`` returns what the traced graph returns.
     """
-    writer = CodeWriter(split.effects, inputs)
+    checks = debug.line(split.pieces, runs, split.effects, inputs.sizes) if debug is not None else None
+    writer = CodeWriter(split.effects, inputs, checks)
     pieces = iter(runs)
     for step in split.steps:
         if isinstance(step, PieceStep):
@@ -100,8 +107,8 @@ class _Line:
 class CodeWriter:
     """Writes lines of Python for the steps and values of one graph."""
 
-    def __init__(self, effects: Effects, inputs: GraphInputs) -> None:
-        self.effects = effects
+    def __init__(self, effects: Effects, inputs: GraphInputs, checks: LineChecks | None = None) -> None:
+        self.effects, self.checks = effects, checks
         self.sizes = inputs.sizes
         self.lines: list[_Line] = []
         self.uses: list[str] = []
@@ -119,8 +126,11 @@ class CodeWriter:
 
     def piece(self, step: PieceStep, piece: PieceRun) -> None:
         given = [self.size_text(i) if isinstance(i, sympy.Symbol) else self.value(i) for i in step.inputs]
-        check = piece_check(step, piece, self.effects, self.sizes)
-        self.namespace[step.name] = FirstCall(piece.run, check, self.namespace) if check else piece.run
+        if self.checks is not None:
+            self.namespace[step.name] = self.checks.piece(step, piece)
+        else:
+            check = piece_check(step, piece, self.effects, self.sizes)
+            self.namespace[step.name] = FirstCall(piece.run, check, self.namespace) if check else piece.run
         call = f"{step.name}({', '.join(given)})"
         about = piece_words(step, piece)
         if step.outputs:
@@ -132,7 +142,7 @@ class CodeWriter:
     def eager(self, node: Node, op: SplittingOp | None) -> None:
         args = [self.argument(arg) for arg in node.args]
         args += [f"{key}={self.argument(value)}" for key, value in node.kwargs.items()]
-        if node.op == "call_method":
+        if node.op == "call_method" and (op is None or self.checks is None):
             text = f"{args[0]}.{node.target}({', '.join(args[1:])})"
         elif node.target is operator.getitem:
             text = f"{args[0]}[{args[1]}]"
@@ -222,6 +232,8 @@ class CodeWriter:
             target = op.implementation
         else:
             target = self.effects.overload(node) or target
+        if op is not None and self.checks is not None:
+            target = self.checks.op(node, getattr(torch.Tensor, target) if node.op == "call_method" else target)
         name = self.functions.get(id(target))
         if name is None:
             own = getattr(target, "__name__", "call").replace(".", "_")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
@@ -11,12 +11,15 @@ from torch.fx.node import map_arg
 
 from piecework.capturing import Capture, Recordable
 from piecework.effects import line_of, op_name
-from piecework.errors import CaptureError
+from piecework.errors import CaptureError, DebugFinding
 from piecework.notes import has_passed
 from piecework.program import Action, CaptureTask, PieceAction
 from piecework.refusals import refused_op
 from piecework.split import PieceStep
 from piecework.values import Values
+
+if TYPE_CHECKING:
+    from piecework.debug_replays import PlanChecks
 
 
 class SizeRefusedError(CaptureError):
@@ -29,10 +32,11 @@ class Segment:
     Args:
         values: what exists before it.
         graph: what it does.
+        checks: of debug mode.
     """
 
-    def __init__(self, values: Values, graph: CaptureTask) -> None:
-        self.values, self.graph = values, graph
+    def __init__(self, values: Values, graph: CaptureTask, checks: PlanChecks | None = None) -> None:
+        self.values, self.graph, self.checks = values, graph, checks
         self.effects, self.schedule = values.effects, values.schedule
         self.capturer = values.pool.capturer
 
@@ -46,8 +50,13 @@ class Segment:
         """
         name, outline = self.graph.name, self.graph.outline
         inputs = tuple([self.values.env[node] for node in outline.given])
+        run = self.run
+        if self.checks is not None:
+            run = self.checks.on_same_memory(name, run, inputs, outline.given)
         try:
-            captured = self.capturer.capture(Recordable(name, self.run, inputs, outline.written))
+            captured = self.capturer.capture(Recordable(name, run, inputs, outline.written))
+        except DebugFinding:
+            raise
         except CaptureError as error:
             raise self.explained(error) from error
         except Exception as error:  # of a compiled piece or an op: it fails in this size's capture, and in nothing else
@@ -99,7 +108,7 @@ class Segment:
 
         try:
             self.capturer.warm_up(run)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, DebugFinding):
             raise
         except Exception as error:  # of a compiled piece: it fails in this size's capture, and in nothing else
             if not has_passed(error, run):

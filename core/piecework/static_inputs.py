@@ -38,6 +38,8 @@ class GraphTensor:
     node: Node
     varies: bool
     is_copied: bool
+    is_promised: bool
+    """The caller keeps it in place (``static_inputs``)."""
     num_moves: int = 0
 
     @property
@@ -90,7 +92,9 @@ class StaticInputs:
             varies = any(isinstance(size, torch.SymInt) for size in (*fake.shape, *fake.stride()))
             index = given.tensor_index
             is_copied = fake.device != pool.device or (varies and index not in promised)
-            self.tensors[index] = GraphTensor(index, paths.get(index, node.name), node, varies, is_copied)
+            self.tensors[index] = GraphTensor(
+                *(index, paths.get(index, node.name), node, varies, is_copied), is_promised=index in promised
+            )
         self.buffers: dict[int, torch.Tensor] = {}
 
     @property

@@ -52,7 +52,7 @@ from torch.jit._builtins import _find_builtin
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.package.importer import sys_importer
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -217,6 +217,11 @@ def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
 def new_fake_mode(shape_env: ShapeEnv | None = None) -> FakeTensorMode:
     """Return a mode under which tensors have no memory; real ones may be mixed in."""
     return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+
+
+def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
+    """Leave the modes that are around: they would see what is done with fake tensors, attributes of these included."""
+    return _disable_current_modes()
 
 
 def current_fake_mode() -> FakeTensorMode:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from piecework.poison import index_poison, poison
+
 __all__ = ["Arena", "bytes_of", "index_poison", "poison", "with_storage_of"]
 
 ALIGNMENT = 256
@@ -117,19 +119,3 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return all bytes of the storage of a tensor, as a tensor over it."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
-
-
-def poison(memory: torch.Tensor, dtype: torch.dtype) -> None:
-    """Fill bytes with what a program should never read: NaN, or numbers that are no index."""
-    if dtype.is_floating_point or dtype.is_complex:
-        memory.fill_(0xFF)  # NaN in every format but the fnuz ones of eight bits.
-    else:
-        memory.fill_(1 if dtype is torch.bool else POISON_BYTE)
-
-
-POISON_BYTE = 0xA5
-
-
-def index_poison(dtype: torch.dtype) -> int:
-    """Return what poison reads as in a signed integer type."""
-    return int.from_bytes(bytes([POISON_BYTE]) * dtype.itemsize, "little", signed=True)
