@@ -75,7 +75,8 @@ def compiled(model: nn.Module, x: torch.Tensor, *, is_debug: bool, is_captured: 
         piece_compiler="eager",
     )
     call = piecework.compile(model, config=config)
-    call(x), call(x)
+    for _ in range(2):
+        call(x)
     return lambda: call(x)
 
 
