@@ -18,7 +18,7 @@ from piecework.config import CompilationConfig
 from piecework.config_checks import CompilationLevel
 from piecework.counting import counters
 from piecework.dedupe import UniquePiece, deduplicate
-from piecework.effects import Effects, find_effects, tensors_in
+from piecework.effects import Effects, find_effects, tensors_in, warn_of_undeclared
 from piecework.entry import Entry, make_entry
 from piecework.inputs import GraphInputs, dim_symbol, key_of_values, size_values
 from piecework.pieces import EAGER, PieceRun, SplittingOp
@@ -84,6 +84,8 @@ class Builder:
         function = self.trace.backend_result
         assert function is not None
         effects = find_effects(self.trace.graph, self.trace.fake_mode)
+        for node in self.trace.graph.graph.nodes:
+            warn_of_undeclared(node)
         run = whole_graph(function, effects, self.inputs, name=self.owner)
         runs = Runs(run)
         if relations := self.loose_relations(effects):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from torch.fx import Interpreter, Node
 from torch.fx.node import map_arg
 
 from piecework import torch_internals as internals
-from piecework.errors import CompileError
+from piecework.errors import CompileError, PieceworkWarning
 
 ALLOCATIONS = frozenset(
     f"aten::{name}"
@@ -21,6 +22,7 @@ ALLOCATIONS = frozenset(
 )
 SIZE_READERS = frozenset(f"aten::{name}" for name in ("size", "stride", "dim", "numel", "sym_size", "storage_offset"))
 MAYBE_COPIES = frozenset(f"aten::{name}" for name in ("reshape", "contiguous", "flatten", "ravel", "to", "type_as"))
+OPS_OF_TORCH = ("aten", "prims", "prim", "profiler", "c10d", "_c10d_functional", "higher_order")
 _OPERATOR_NAMES = {"iadd": "add_", "isub": "sub_", "imul": "mul_", "itruediv": "div_", "truediv": "div"}
 
 
@@ -143,6 +145,9 @@ class _Finder(Interpreter):
                 yield key
         if overload is None:
             return
+        if declares_nothing(overload):  # It does something, and what it can do is to write to what it is given.
+            yield from (key for ts in given.values() for t in ts if (key := internals.storage_key(t)) is not None)
+            return
         for position, argument in enumerate(internals.op_schema(overload).arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -207,6 +212,27 @@ def running_statistics(
         given = {**dict(zip(names, args, strict=False)), **kwargs}
     is_updated = given.get("training", given.get("use_input_stats"))
     return tensors_in([given.get("running_mean"), given.get("running_var")]) if is_updated else []
+
+
+def declares_nothing(overload: internals.OpOverload) -> bool:
+    """Whether an op that is none of torch's returns nothing and says that it writes to nothing."""
+    schema = internals.op_schema(overload)
+    is_declared = schema.returns or any(argument.alias_info is not None for argument in schema.arguments)
+    return overload.namespace not in OPS_OF_TORCH and not is_declared
+
+
+def warn_of_undeclared(node: Node) -> None:
+    """Say that a compiler may drop an op that, by its declaration, does nothing."""
+    target = node.target
+    overloads = [target] if isinstance(target, internals.OpOverload) else []
+    if isinstance(target, internals.OpOverloadPacket):
+        overloads = [getattr(target, name) for name in target.overloads()]
+    if overloads and all(map(declares_nothing, overloads)):
+        text = (
+            f"op {overloads[0].name()}{line_of(node)} returns nothing and declares that it writes to nothing, so a "
+            "compiler may leave it out: name what it writes to in mutates_args, or make it a splitting op of level 3"
+        )
+        warnings.warn(PieceworkWarning(text), stacklevel=2)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -24,6 +24,7 @@ from piecework.custom_op import CustomOp, registered_ops
 from piecework.custom_op_calls import choosing
 from piecework.custom_op_choice import CustomOpChoices
 from piecework.custom_op_switch import report_names
+from piecework.effects import warn_of_undeclared
 from piecework.errors import CaptureError, CompileError, ConfigError, PieceworkWarning, TraceDepartureError
 from piecework.plugins import PluginManager, plugin_manager
 from piecework.process_settings import is_frozen, torch_compile_backend
@@ -370,7 +371,22 @@ def _dynamo_as_is(target: Callable[..., Any]) -> Callable[..., Any]:
     # torch 2.11 puts a function of its own, whose code all would share, around one without a source.
     lines: list[str] = [*source.splitlines(True)]
     linecache.cache[filename] = (len(source), None, lines, filename)
-    return torch.compile(with_own_code(namespace["forward"]), backend=torch_compile_backend())
+    return torch.compile(with_own_code(namespace["forward"]), backend=_Warning(_backend()))
+
+
+class _Warning:
+    """A backend that says which ops a compiler may leave out, and is the given one otherwise."""
+
+    def __init__(self, backend: Callable[..., Any]) -> None:
+        self.backend = backend
+
+    def __call__(self, graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+        for node in graph.graph.nodes:
+            warn_of_undeclared(node)
+        return self.backend(graph, example_inputs, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
 
 
 def all_forwards() -> list[Forward]:

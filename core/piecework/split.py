@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +17,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from piecework import torch_internals as internals
-from piecework.effects import Effects, find_effects, line_of, op_name, tensors_in
-from piecework.errors import PieceworkWarning, SplitError
+from piecework.effects import OPS_OF_TORCH, Effects, find_effects, line_of, op_name, tensors_in, warn_of_undeclared
+from piecework.errors import SplitError
 from piecework.op_matching import OpMatcher, check_all_found
 from piecework.pieces import SplittingOp
 
@@ -153,7 +152,6 @@ _FUNCTORCH_OPENS = tuple(f"_{what}_increment_nesting" for what in ("vmap", "grad
 _FUNCTORCH_CLOSES = tuple(f"_{what}_decrement_nesting" for what in ("vmap", "grad", "jvp"))
 _OPENS = ("_enter_autocast", "_enter_inference_mode", *_FUNCTORCH_OPENS)
 _CLOSES = ("_exit_autocast", "_exit_inference_mode", *_FUNCTORCH_CLOSES)
-_OPS_OF_TORCH = ("aten", "prims", "prim", "profiler", "c10d", "_c10d_functional", "higher_order")
 
 
 class _Splitter:
@@ -220,7 +218,7 @@ class _Splitter:
                 parts[-2].nodes.append(node)
                 home[node] = parts[-2]
                 continue
-            self.warn_of_undeclared(node)
+            warn_of_undeclared(node)
             _track_contexts(node, depth)
             home[node] = parts[-1]
             parts[-1].nodes.append(node)
@@ -261,7 +259,7 @@ class _Splitter:
         if found is None:
             return
         self.matched_names.add(found[0])
-        if found[0].partition("::")[0] not in _OPS_OF_TORCH:
+        if found[0].partition("::")[0] not in OPS_OF_TORCH:
             raise SplitError(
                 f"splitting op {found[0]}, or its fake implementation, returns a view of its input, or a size"
                 f"{line_of(node)}; these are taken again wherever they are used, so that it would not run once per "
@@ -280,19 +278,6 @@ class _Splitter:
                         f"splitting op {name} stands inside the body of {node.target}{line_of(inside)}, where the "
                         "graph can't be cut; call the layer directly, without checkpointing or control-flow operators"
                     )
-
-    def warn_of_undeclared(self, node: Node) -> None:
-        """Say that a compiler may drop an op that, by its declaration, does nothing."""
-        overload = self.effects.overload(node)
-        if overload is None or overload.namespace in _OPS_OF_TORCH:
-            return
-        schema = internals.op_schema(overload)
-        if not schema.returns and not any(argument.alias_info is not None for argument in schema.arguments):
-            text = (
-                f"op {overload.name()}{line_of(node)} returns nothing and declares that it writes to nothing, so a "
-                "compiler may leave it out: name what it writes to in mutates_args, or make it a splitting op"
-            )
-            warnings.warn(PieceworkWarning(text), stacklevel=2)
 
     def refuse_cut_context(self, node: Node, opened: Node) -> None:
         raise SplitError(
