@@ -365,6 +365,19 @@ def symbol_range(shape_env: ShapeEnv, symbol: sympy.Symbol) -> ValueRanges[sympy
     return shape_env.var_to_range[symbol]
 
 
+def bound_sizes(shape_env: ShapeEnv) -> None:
+    """Tell torch that no size is beyond what memory can be addressed.
+
+    Inductor has to know which is smaller where an op writes to a slice without an end, ``y[1:].add_(1)``, whose end is
+    the largest number of 64 bits; while a size may be 1 it asks for a proof and can't lower the op without.
+    """
+    for symbol in traced_values(shape_env):
+        known = shape_env.var_to_range.get(symbol)
+        if known is not None and symbol_is_type(symbol, SymT.SIZE) and known.upper > MAX_SIZE:
+            shape_env.constrain_symbol_range(symbol, known.lower, MAX_SIZE)  # pyright: ignore[reportArgumentType]
+
+
+MAX_SIZE = 2**48
 EXPRESSION_NAMESPACE = {"math": math, "torch": torch}
 """What printed expressions may refer to."""
 

@@ -316,6 +316,8 @@ def _recorder(recorded: _Recorded, backend: Callable[..., Any] | None) -> Callab
         placeholders = graph.graph.find_nodes(op="placeholder")
         recorded.sources = [internals.input_source(node) for node in placeholders]
         recorded.fake_mode = internals.current_fake_mode()
+        if recorded.fake_mode is not None and recorded.fake_mode.shape_env is not None:
+            internals.bound_sizes(recorded.fake_mode.shape_env)
         recorded.graph = graph
         outputs: Any = graph.graph.output_node().args[0]
         recorded.tokens = tuple(o.meta["example_value"] if isinstance(o, torch.fx.Node) else o for o in outputs)
