@@ -708,6 +708,16 @@ def test_builtin_ops_by_aten_name(name: str, call: Callable[[torch.Tensor], torc
         check_like_eager(model, cuts=(name,), sizes=(3, 5) if "attention" in name else (3, 1))
 
 
+@pytest.mark.parametrize(
+    "model",
+    [lambda x: ops.scale3(x.contiguous()) + 1, lambda x: ops.scale3(x).reshape(-1) + 1],
+    ids=["contiguous", "reshape"],
+)
+def test_looking_for_a_named_op_that_is_not_there_leaves_all_sizes_open(model: Callable[..., Any]) -> None:
+    # On fakes these ask whether there is one row, which would be noted as a relation of the trace.
+    check_like_eager(model, cuts=("cut::scale3", "aten::add_"), sizes=(4, 1, 7))
+
+
 def test_op_that_only_appears_after_decomposition_says_which_to_name() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, WEIGHT) + 1

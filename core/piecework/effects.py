@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import operator
 import warnings
@@ -82,14 +83,21 @@ def find_effects(graph: torch.fx.GraphModule, fake_mode: internals.FakeTensorMod
     """
     finder = _Finder(graph, fake_mode)
     examples = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+    with running_again(fake_mode):
+        finder.run(*[fresh_fake(example) for example in examples])
+    return finder.effects
+
+
+@contextlib.contextmanager
+def running_again(fake_mode: internals.FakeTensorMode) -> Iterator[None]:
+    """Run a traced graph on fakes without narrowing the sizes that the trace holds for."""
     with (
         internals.one_trace_for_all_sizes(),
         fake_mode,
         internals.without_new_guards(fake_mode),
         internals.keeping_sizes_symbolic(),
     ):
-        finder.run(*[fresh_fake(example) for example in examples])
-    return finder.effects
+        yield
 
 
 def fresh_fake(example: Any) -> Any:

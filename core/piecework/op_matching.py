@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from piecework import torch_internals as internals
-from piecework.effects import Effects, fresh_fake, line_of, op_name
+from piecework.effects import Effects, fresh_fake, line_of, op_name, running_again
 from piecework.errors import ConfigError, SplitError
 from piecework.pieces import SplittingOp
 
@@ -125,7 +125,7 @@ def _decomposed_ops(graph: GraphModule, fake_mode: internals.FakeTensorMode) -> 
             inside[n] = set(seen)
             return result
 
-    with fake_mode, torch.no_grad(), Recorder():
+    with running_again(fake_mode), torch.no_grad(), Recorder():
         examples = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
         Runner(graph).run(*[fresh_fake(example) for example in examples])
     return inside
