@@ -451,6 +451,34 @@ def test_ops_whose_results_share_memory_with_their_arguments(capturable: bool) -
         check(call, model, rows(n))
 
 
+@pytest.mark.parametrize("capturable", [False, True])
+def test_arguments_that_an_op_with_several_results_gives_back_stay_the_callers(
+    emulation: None, capturable: bool
+) -> None:
+    def whole(x: torch.Tensor, y: torch.Tensor) -> Any:
+        a, b = more.rotate(x, y * 2)
+        return a, b + 1
+
+    def parts(x: torch.Tensor, y: torch.Tensor) -> Any:
+        a, b = more.rotate(x[:, 1:], y)
+        return b, a[:, 0], (a * 2, b)
+
+    cut = SplittingOp("capture::rotate", capturable=capturable)
+    for model in (whole, parts):
+        call = compiled(model, {"x": 0, "y": 0}, splitting_ops=(cut,))
+        for size in (2, 2, 5):
+            x, y = rows(size), rows(size)
+            expected_x, expected_y = x.clone(), y.clone()
+            expected = model(expected_x, expected_y)
+            result = call(x, y)
+            torch.testing.assert_close(result, expected)
+            torch.testing.assert_close((x, y), (expected_x, expected_y))
+            assert (result[0] is x) == (expected[0] is expected_x)
+            assert (result[0] is y) == (expected[0] is expected_y)
+            given = result[0] if model is whole else result[1]
+            assert given.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
 def test_a_result_that_shares_memory_beside_a_fresh_one() -> None:
     def model(x: torch.Tensor) -> Any:
         y = x + 1

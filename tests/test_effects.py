@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import capture_models  # registers the ops
 import split_models  # registers the ops
 from piecework import torch_internals as internals
 from piecework.effects import Effects, aten_name, find_effects, fresh_fake, line_of, op_name, overload_of, tensors_in
@@ -134,6 +135,19 @@ def test_items_of_an_op_with_several_results_are_its_own() -> None:
     views = [node.args[0].name for node in items if effects.is_view(node)]  # pyright: ignore
     assert len(items) == 4
     assert set(views) == {"chunk"}
+
+
+def test_items_of_an_op_that_gives_back_what_it_wrote_to_are_its_arguments() -> None:
+    def model(x: torch.Tensor, y: torch.Tensor) -> Any:
+        a, b = capture_models.more.rotate(x, y)
+        c, d = capture_models.more.tail_and_sum(y)
+        return a, b, c, d
+
+    nodes, effects = effects_of(model, rows(4), rows(4))
+    items = [node for node in nodes.values() if node.target is operator.getitem]
+    assert [node in effects.identical for node in items] == [True, True, False, False]
+    assert [effects.aliased[node].name for node in items[:2]] == ["l_x_", "l_y_"]
+    assert not any(effects.is_view(node) for node in items), "an op that writes would run once for each look"
 
 
 def test_allocations() -> None:

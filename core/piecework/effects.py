@@ -177,6 +177,11 @@ class _Finder(Interpreter):
             assert isinstance(parent, Node)
             if self.effects.is_view(parent):  # else it stays with an op that is not run again to look at one item
                 self.effects.aliased[node] = parent
+            elif (own := next((arg for arg in parent.all_input_nodes if self.env[arg] is result), None)) is not None:
+                # An op that works in place gives back what it wrote to: no view, which would be taken again.
+                self.effects.aliased[node] = own
+                self.effects.identical.add(node)
+                self.effects.written[node] = self.effects.written[parent] & keys
             return
         if keys <= {internals.storage_key(tensor) for _, tensor in sharing}:
             same = [arg for arg, tensor in sharing if tensor is result]
