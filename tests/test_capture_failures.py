@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -552,3 +553,11 @@ def test_a_capturer_by_name() -> None:
             compiled(model, capturer="nobody")(rows(2))
         with counters.expect(num_graph_captures=0):
             check(compiled(model, capturer="none"), model, rows(2))
+
+
+@pytest.mark.parametrize("model", [lambda x: ops.scale3(x), lambda x: x[1:]], ids=["an op only", "a view only"])
+def test_capturing_a_model_without_a_piece_says_so(model: Callable[..., Any]) -> None:
+    call = compiled(model)
+    with pytest.raises(CaptureError, match="has no piece to capture"):
+        piecework.capture(call, [2], (rows(2),))
+    check_sizes(call, model, 2, 3)

@@ -192,6 +192,10 @@ class Forward:
             )
             return
         if compiled.plans is None:
+            if compiled.split is not None and not compiled.split.pieces:
+                raise CaptureError(
+                    f"{self.owner} has no piece to capture: it runs splitting ops, or takes views, and nothing else"
+                )
             raise CaptureError(
                 f"nothing captures the pieces of {self.owner}: no plugin records graphs on their device, or "
                 'capturer="none" is set; `python -m piecework plugins` lists what is there'
