@@ -137,7 +137,7 @@ class LineChecks:
 
     def piece_check(self, step: PieceStep, piece: PieceRun) -> PieceCheck | None:
         """Return what looks at a compiled piece at every call; None for one that runs op by op."""
-        return None if piece.compiler == EAGER else _StrictCheck(step, self, piece.compiler)
+        return None if piece.compiler == EAGER else _StrictCheck(step, self, piece.origin)
 
     def piece(self, step: PieceStep, piece: PieceRun) -> Callable[..., Any]:
         """Return a piece that is looked at whenever it runs."""
@@ -157,7 +157,7 @@ class LineChecks:
             for position, old, new in zip(read, before, after, strict=True):
                 if old != new:
                     raise PluginFinding(
-                        f"what plugin {piece.compiler!r} compiled for {step.name} wrote to its input {position} "
+                        f"what {piece.origin} compiled for {step.name} wrote to its input {position} "
                         f"({step.inputs[position]}), which the piece only reads; Piece.mutated_inputs are those that "
                         "compiled code may write to"
                     )
