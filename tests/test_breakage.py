@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -190,6 +191,26 @@ def test_one_dim_under_two_names_is_refused() -> None:
     call = piecework.compile(lambda x: x + 1, dynamic_arg_dims={"x": {0: "a", -2: "b"}})
     with pytest.raises(ConfigError, match="twice: 'a' and 'b'"):
         call(rows(4))
+
+
+def yields(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield x + 1
+
+
+async def awaits(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+class Yielding(nn.Module):
+    def forward(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield x + 1
+
+
+@pytest.mark.parametrize(("target", "kind"), [(yields, "generator"), (awaits, "coroutine"), (Yielding(), "generator")])
+def test_what_gives_its_result_later_is_refused(target: Any, kind: str) -> None:
+    """A trace held the steps as if all were done at the call, and gave a tensor in the place of a coroutine."""
+    with pytest.raises(ConfigError, match=f"returns its result, and .* is a {kind} function"):
+        piecework.compile(target)
 
 
 def test_a_builtin_function_is_refused() -> None:

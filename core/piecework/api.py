@@ -76,6 +76,7 @@ def compile(
 
 def _compile_function(function: Any, config: CompilationConfig | None, given: GivenDims | None) -> Any:
     owner = getattr(function, "__qualname__", type(function).__qualname__)
+    _check_returns(function, owner)
     namespace = getattr(inspect.unwrap(function), "__globals__", {})
     try:
         signature = inspect.signature(function)
@@ -108,6 +109,20 @@ def _compile_function(function: Any, config: CompilationConfig | None, given: Gi
     return compiled
 
 
+def _check_returns(function: Any, owner: str) -> None:
+    """Refuse what gives its result in parts or later: a trace has none of that in it."""
+    for is_kind, kind in (
+        (inspect.isgeneratorfunction, "a generator"),
+        (inspect.iscoroutinefunction, "a coroutine"),
+        (inspect.isasyncgenfunction, "an asynchronous generator"),
+    ):
+        if is_kind(function):
+            raise ConfigError(
+                f"compile takes a function or a forward that returns its result, and {owner} is {kind} function; "
+                "compile the function that it calls for each step"
+            )
+
+
 class _CompiledModule:
     """What a compiled module has besides its class: calls that go elsewhere, and copies without that."""
 
@@ -137,6 +152,7 @@ def _compile_module(module: nn.Module, config: CompilationConfig | None, given: 
         raise ConfigError("compile takes a module with a Python forward, got a ScriptModule")
     cls = type(module)
     owner = cls.__qualname__
+    _check_returns(module.forward, owner)
     dims = dynamic_dims(signature_of(module), given, owner=owner, namespace=_namespace(cls))
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     subclass: Any = types.new_class(cls.__name__, (_CompiledModule, cls), exec_body=lambda space: space.update(names))
