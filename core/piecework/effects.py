@@ -126,9 +126,10 @@ class _Finder(Interpreter):
             for tensor in tensors:
                 version, look = before[id(tensor)]
                 if self.look(tensor) != look:
+                    self.extra_traceback = False  # The message has the user's line.
                     raise CompileError(
-                        f"{n.format_node()} changes the shape of a tensor in place, which the parts of a split graph "
-                        f"would not agree on; use the form that returns a new tensor{line_of(n)}"
+                        f"{op_name(n) or n.target} changes the shape of a tensor in place, which the parts of a split "
+                        f"graph would not agree on; use the form that returns a new tensor{line_of(n)}"
                     )
                 if internals.version(tensor) != version and (key := internals.storage_key(tensor)) is not None:
                     written.add(key)

@@ -280,9 +280,11 @@ class _Splitter:
                     )
 
     def refuse_cut_context(self, node: Node, opened: Node) -> None:
+        name = getattr(opened.target, "__name__", "")
+        context = f"torch.{name.removeprefix('_enter_')}" if name.startswith("_enter_") else "torch.func or vmap"
         raise SplitError(
-            f"splitting op {op_name(node)}{line_of(node)} stands inside a context that opens at {opened.target}"
-            f"{line_of(opened)}; close it before the op, or put it around the whole call of the model"
+            f"splitting op {op_name(node)}{line_of(node)} stands inside a context of {context}{line_of(opened)}, which "
+            "can't be cut in two; close it before the op, or put it around the whole call of the model"
         )
 
     # Which values cross a cut.
