@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
+from torch.autograd import forward_ad
 
 import models
 import piecework
@@ -153,6 +154,25 @@ def test_backward_through_a_compiled_model_is_refused(level: int) -> None:
     with pytest.raises(GradientNotSupported, match="compiled for inference"):
         result.sum().backward()
     assert model.linear.weight.grad is None
+
+
+@both_levels
+def test_forward_mode_derivative_is_refused(level: int) -> None:
+    model = Linear()
+    call = compiled(model, level)
+    with forward_ad.dual_level():
+        assert_same(call, model, rows(4))  # plain tensors are as ever
+        with pytest.raises(GradientNotSupported, match=r"forward-mode derivative .*call the original model"):
+            call(forward_ad.make_dual(rows(4), rows(4)))
+    call(rows(4))
+
+
+@both_levels
+def test_forward_mode_derivative_among_others_is_refused(level: int) -> None:
+    call = compiled(lambda x, pair: models.attend(x) + pair[0], level, dims={"x": 0, "pair": 0})
+    call(rows(4), (rows(4), 1))
+    with forward_ad.dual_level(), pytest.raises(GradientNotSupported, match="forward-mode derivative"):
+        call(rows(4), (forward_ad.make_dual(rows(4), rows(4)), 1))
 
 
 @both_levels

@@ -20,16 +20,20 @@ def without_gradients(run: Callable[..., Any], state: Sequence[torch.Tensor], gi
         state: tensors besides the arguments that a result could be asked for gradients of.
         given: tensors and sizes.
     """
+    if internals.any_has_tangent(given):
+        raise GradientNotSupported(
+            "an argument carries a forward-mode derivative (torch.autograd.forward_ad), which a model that Piecework "
+            "compiled for inference (levels 2 and 3) would drop; call the original model, or use level 0 or 1"
+        )
     internals.set_grad_enabled(False)
     try:
         outputs = run(*given)
     finally:
         internals.set_grad_enabled(True)
-    tensors = [a for a in itertools.chain(given, state) if isinstance(a, torch.Tensor)]
-    requiring = [tensor for tensor in tensors if tensor.requires_grad]
+    requiring = [a for a in itertools.chain(given, state) if isinstance(a, torch.Tensor) and a.requires_grad]
     if not requiring:
         return outputs
-    own = [id(tensor) for tensor in tensors]
+    own = [id(tensor) for tensor in itertools.chain(given, state)]
     chosen = [
         i
         for i, out in enumerate(outputs)

@@ -11,7 +11,7 @@ import math
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from traceback import FrameSummary
 from types import CodeType, FrameType
@@ -39,6 +39,7 @@ from torch._dynamo.symbolic_convert import tls as dynamo_threads
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental import _config as symbolic_shapes_config
 from torch.fx.experimental.symbolic_shapes import (
     ConstraintViolationError,
@@ -487,6 +488,13 @@ def version(tensor: torch.Tensor) -> int:
 def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
     """Whether a tensor stands for a batch or a gradient level of ``torch.func``."""
     return is_functorch_wrapped_tensor(tensor)
+
+
+def any_has_tangent(values: Iterable[Any]) -> bool:
+    """Whether a tensor among some values carries a forward-mode derivative."""
+    if forward_ad._current_level < 0:  # First: each call with gradients on asks this.
+        return False
+    return any(forward_ad.unpack_dual(v).tangent is not None for v in values if isinstance(v, torch.Tensor))
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
