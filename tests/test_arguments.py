@@ -271,6 +271,17 @@ def test_tensor_subclass_is_refused_at_the_first_call_and_at_later_ones(level: i
         compiled(models.attend, level)(rows(4).to_sparse())
 
 
+@both_levels
+def test_a_trace_of_jit_is_refused_and_works_on_the_original(level: int) -> None:
+    call = compiled(models.attend, level)
+    call(rows(4))
+    with torch.no_grad():
+        refuses(torch.jit.trace, call, (rows(4),), match=r"inside torch\.jit\.trace, which sees nothing of compiled")
+        refuses(torch.jit.trace, lambda x: call(x) + 1, (rows(4),), match=r"inside torch\.jit\.trace")
+    with pytest.raises(CompileError, match=r"inside torch\.jit\.trace"):
+        torch.jit.trace(compiled(models.attend, level), (rows(4),))
+
+
 # --- what later calls must keep to -----------------------------------------------------------------
 
 

@@ -380,6 +380,8 @@ def oddity(tensor: torch.Tensor) -> str | None:
         return f"a {type(tensor).__name__}"
     if internals.is_functorch_wrapped(tensor):
         return "a tensor inside torch.func or vmap"
+    if internals.is_jit_tracing():
+        return "a tensor inside torch.jit.trace, which sees nothing of compiled code; trace the original model"
     if tensor.is_nested or tensor.layout is not torch.strided:
         return "a nested tensor" if tensor.is_nested else f"a Tensor of layout {tensor.layout}"
     for what in ("is_quantized", "is_conj", "is_neg"):

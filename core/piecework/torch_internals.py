@@ -497,6 +497,11 @@ def any_has_tangent(values: Iterable[Any]) -> bool:
     return any(forward_ad.unpack_dual(v).tangent is not None for v in values if isinstance(v, torch.Tensor))
 
 
+def is_jit_tracing() -> bool:
+    """Whether ``torch.jit.trace`` records what this thread runs."""
+    return torch._C._get_tracing_state() is not None
+
+
 def storage_key(tensor: torch.Tensor) -> int | None:
     """Return what two tensors that share memory have in common; None where there is no storage."""
     try:
