@@ -469,6 +469,20 @@ def inner_hook(model: Any) -> Iterator[None]:
 
 
 @contextmanager
+def hook_of_all(model: Any) -> Iterator[None]:
+    hook = nn.modules.module.register_module_forward_hook(lambda module, args, result: result + 1)
+    yield
+    hook.remove()
+
+
+@contextmanager
+def pre_hook_of_all(model: Any) -> Iterator[None]:
+    hook = nn.modules.module.register_module_forward_pre_hook(lambda module, args: args)
+    yield
+    hook.remove()
+
+
+@contextmanager
 def written_past_setattr(model: Any) -> Iterator[None]:
     model.__dict__["k"] = 7.0
     yield
@@ -499,6 +513,8 @@ def default_dtype(model: Any) -> Iterator[None]:
         (patched_function, "helper"),
         (patched_torch, "linear"),
         (inner_hook, "hook"),
+        (hook_of_all, r"the hooks of all modules .* were \[\] when traced, now they are \[<function hook_of_all"),
+        (pre_hook_of_all, r"the hooks of all modules .* were \[\] when traced"),
         (written_past_setattr, "self.k == 1.0, now it is 7.0"),
         (patched_forward, "forward"),
         (default_dtype, "the default dtype was torch.float32 when traced, now it is torch.float64"),
@@ -513,6 +529,42 @@ def test_verify_assumptions_finds_what_calls_do_not_look_at(level: int, change: 
         verify_assumptions(call)
     verify_assumptions(call)
     assert_same(call, model, rows(4))
+
+
+@both_levels
+@pytest.mark.parametrize("is_pre", [False, True])
+def test_hooks_of_all_modules_run_once_per_module(level: int, is_pre: bool) -> None:
+    """A graph of torch's is a module, too; what it returns, or is given, is a tuple."""
+
+    def double(values: Any) -> Any:
+        return tuple(2 * one for one in values) if isinstance(values, tuple) else 2 * values
+
+    module = nn.modules.module
+    if is_pre:
+        hook = module.register_module_forward_pre_hook(lambda _, args: double(args))
+    else:
+        hook = module.register_module_forward_hook(lambda _, args, result: double(result))
+    try:
+        model = Linear()
+        call = compiled(model, level)
+        for n in (4, 3):
+            assert_same(call, model, rows(n))
+    finally:
+        hook.remove()
+    with pytest.raises(TraceDepartureError, match="the hooks of all modules"):
+        verify_assumptions(call)
+
+
+@both_levels
+def test_a_reset_of_dynamo_is_named(level: int) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout())
+    call = compiled(model, level, dims={"input": 0})
+    call(rows(4))
+    torch._dynamo.reset()
+    with pytest.raises(TraceDepartureError, match=r"torch\._dynamo\.reset\(\) dropped what was recorded"):
+        verify_assumptions(call)
+    piecework.release(call)
+    assert_same(call, model.eval(), rows(4))
 
 
 class Held(nn.Module):

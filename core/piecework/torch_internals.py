@@ -40,6 +40,7 @@ from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutatio
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental import _config as symbolic_shapes_config
 from torch.fx.experimental.symbolic_shapes import (
     ConstraintViolationError,
@@ -51,6 +52,7 @@ from torch.fx.graph_module import _format_import_block
 from torch.fx.proxy import TraceError
 from torch.jit._builtins import _find_builtin
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as torch_modules
 from torch.package.importer import sys_importer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -230,6 +232,14 @@ def current_fake_mode() -> FakeTensorMode:
     mode = TracingContext.get().fake_mode
     assert mode is not None and mode.shape_env is not None
     return mode
+
+
+def write_code(graph: torch.fx.GraphModule) -> None:
+    """Have Dynamo's graph written as Python now.
+
+    Its ``forward`` is else one that does so and then calls the module, and with it the hooks of all modules, at each call.
+    """
+    _LazyGraphModule.force_recompile(graph)
 
 
 def input_source(node: torch.fx.Node) -> str:
@@ -488,6 +498,11 @@ def version(tensor: torch.Tensor) -> int:
 def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
     """Whether a tensor stands for a batch or a gradient level of ``torch.func``."""
     return is_functorch_wrapped_tensor(tensor)
+
+
+def hooks_of_all_modules() -> tuple[Callable[..., Any], ...]:
+    """Return the forward hooks that torch calls for every module."""
+    return (*torch_modules._global_forward_pre_hooks.values(), *torch_modules._global_forward_hooks.values())
 
 
 def any_has_tangent(values: Iterable[Any]) -> bool:

@@ -51,11 +51,18 @@ class Assumptions:
     manager: Any
     scope: dict[str, Any]
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    hooks_of_all: tuple[Callable[..., Any], ...] = field(default_factory=internals.hooks_of_all_modules)
+    """Dynamo leaves no guard where there were none."""
 
     def departure(self) -> str | None:
         """Return the first thing that no longer is as it was traced, with both values, or None."""
         if torch.get_default_dtype() != self.default_dtype:
             return f"the default dtype was {self.default_dtype} when traced, now it is {torch.get_default_dtype()}"
+        if (now := internals.hooks_of_all_modules()) != self.hooks_of_all:
+            return (
+                f"the hooks of all modules (register_module_forward_hook and its like) were {list(self.hooks_of_all)} "
+                f"when traced, now they are {list(now)}"
+            )
         with torch.inference_mode(False), torch.no_grad():
             failed = internals.failed_guard(self.manager, self.scope)
         return None if failed is None else self._describe(failed)
@@ -75,6 +82,8 @@ class Assumptions:
                 now = ", now it is gone"
         line = f" (read at: {where.strip()})" if where else ""
         if (found := _NOT_FOUND.fullmatch(condition)) is not None:
+            if found[1].startswith("G['__"):
+                return f"torch._dynamo.reset() dropped what was recorded to check the trace by ({found[1]})"
             return f"{readable(found[1])} is no longer held where it was when traced{now}{line}"
         return f"the trace relies on {readable(condition)}{now}{line}"
 
@@ -322,6 +331,7 @@ def _recorder(recorded: _Recorded, backend: Callable[..., Any] | None) -> Callab
         outputs: Any = graph.graph.output_node().args[0]
         recorded.tokens = tuple(o.meta["example_value"] if isinstance(o, torch.fx.Node) else o for o in outputs)
         if backend is not None:
+            internals.write_code(graph)
             recorded.backend_result = backend(graph, example_inputs)
         return lambda *_: recorded.tokens
 
