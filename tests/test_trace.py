@@ -260,6 +260,28 @@ def test_wrong_shapes_name_the_line(level: int) -> None:
         compiled(Linear(), level)(rows(4, 5))
 
 
+def weighs(x: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return triple(x) * ((starts[1:] - starts[:-1]) * weights).sum()
+
+
+def adds(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return triple(x) + y
+
+
+@both_levels
+def test_dims_that_go_together_say_what_they_were_traced_as(level: int) -> None:
+    dims = {"x": {0: "rows"}, "starts": {0: "starts"}, "weights": {0: "sequences"}}
+    message = r"an op raised .*must match.*test_trace\.py:\d+ in weighs.*with rows = 3, starts = 4, sequences = 2: dims"
+    with pytest.raises(CompileError, match=message):
+        compiled(weighs, level, dims)(rows(3), torch.ones(4), torch.ones(3))
+    call = compiled(weighs, level, dims)
+    for num in (3, 1, 4):  # as the message says: the first call has sizes that differ
+        assert_same(call, weighs, rows(5), torch.rand(num + 1), torch.rand(num))
+    with pytest.raises(CompileError, match=r"a = 4, b = 3.*give them one name"):
+        compiled(adds, level, {"x": {0: "a"}, "y": {0: "b"}})(rows(4), rows(4))
+    assert_same(compiled(adds, level), adds, rows(4), rows(4))
+
+
 @both_levels
 def test_trace_that_fails_may_be_answered_eagerly_with_one_warning(level: int) -> None:
     call = compiled(reads_a_value, level, on_failure="eager")

@@ -460,9 +460,25 @@ def _trace_error(error: BaseException, recorded: _Recorded, owner: str, argument
     specialised = _specialised(error, recorded, arguments)
     if specialised:
         return CompileError(f"{specialised} (tracing {owner})")
+    refused = re.search(r": got (\w+\(.*\))$", str(error), re.MULTILINE)
+    if isinstance(error, internals.TorchRuntimeError) and refused is not None:
+        raised = f"an op raised {refused[1]}{_user_line(error)}"
+        return CompileError(f"{owner} can't be traced as one graph: {raised}{_traced_at(arguments)}")
     return CompileError(
         f"{owner} can't be traced as one graph: {_first_line(error)}{_user_line(error)}; move that line out of the "
         "forward, make it an op with torch.library.custom_op, or use level 1 (DYNAMO_AS_IS), which allows graph breaks"
+    )
+
+
+def _traced_at(arguments: Arguments) -> str:
+    """Return a hint where the trace took other sizes than the first call: dims of different names never have one."""
+    chosen = trace_sizes(arguments.sizes)
+    if chosen == arguments.sizes:
+        return ""
+    sizes = ", ".join(f"{name} = {size}" for name, size in chosen.items())
+    return (
+        f". It was traced with {sizes}: dims of different names get different sizes of at least 2. If two are always "
+        "equal, give them one name in dynamic_arg_dims; if one follows from another, let the first call have such sizes"
     )
 
 
