@@ -237,7 +237,7 @@ def current_fake_mode() -> FakeTensorMode:
 def write_code(graph: torch.fx.GraphModule) -> None:
     """Have Dynamo's graph written as Python now.
 
-    Its ``forward`` is else one that does so and then calls the module, and with it the hooks of all modules, at each call.
+    Its ``forward`` is else one that does so and then calls the module, and with it the hooks of all modules.
     """
     _LazyGraphModule.force_recompile(graph)
 

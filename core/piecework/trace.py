@@ -81,6 +81,8 @@ class Assumptions:
             except (AttributeError, KeyError, IndexError, TypeError):
                 now = ", now it is gone"
         line = f" (read at: {where.strip()})" if where else ""
+        if (found := _OF_IDENTITY.match(condition)) is not None:
+            return f"{readable(found[1])} is no longer the one that was traced{line}"
         if (found := _NOT_FOUND.fullmatch(condition)) is not None:
             if found[1].startswith("G['__"):
                 return f"torch._dynamo.reset() dropped what was recorded to check the trace by ({found[1]})"
@@ -93,13 +95,15 @@ def _shown(value: Any) -> str:
     return f"a {type(value).__name__}" if is_large else show(value)
 
 
+_OF_IDENTITY = re.compile(r"___check_obj_id\((.*), \d+\)")
 _NOT_FOUND = re.compile(r"(?:KeyError|AttributeError|IndexError) on (.*)")
 """What Dynamo says of an attribute or item that is gone, or that became a part of a module and was none."""
 
 
 def readable(source: str) -> str:
     """Return source expressions of Dynamo's in a text as a user would write them."""
-    text = source.replace(f"L['{TARGET}']", "self")
+    text = re.sub(r"G\['__import_(\w+)'\]", lambda match: match.group(1).replace("_dot_", "."), source)
+    text = text.replace(f"L['{TARGET}']", "self")
     text = re.sub(r"dict\((type\([^()]*\))(?:\.__mro__\[\d+\])?\.__dict__\)\['(\w+)'\]", r"\1.\2", text)
     return re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", text)
 
@@ -460,6 +464,11 @@ def _trace_error(error: BaseException, recorded: _Recorded, owner: str, argument
     specialised = _specialised(error, recorded, arguments)
     if specialised:
         return CompileError(f"{specialised} (tracing {owner})")
+    if "does not support running with fake tensors" in _first_line(error):
+        return CompileError(
+            f"{owner} can't be traced as one graph: an op has no fake implementation{_user_line(error)}; give it one "
+            "with torch.library.register_fake"
+        )
     refused = re.search(r": got (\w+\(.*\))$", str(error), re.MULTILINE)
     if isinstance(error, internals.TorchRuntimeError) and refused is not None:
         raised = f"an op raised {refused[1]}{_user_line(error)}"
@@ -483,8 +492,7 @@ def _traced_at(arguments: Arguments) -> str:
 
 
 def _readable_state(sources: str) -> str:
-    text = re.sub(r"G\['__import_(\w+)'\]", lambda match: match.group(1).replace("_dot_", "."), readable(sources))
-    return re.sub(r"[GL]\['(\w+)'\]", r"\1", text)
+    return re.sub(r"[GL]\['(\w+)'\]", r"\1", readable(sources))
 
 
 def _specialised(error: BaseException, recorded: _Recorded, arguments: Arguments) -> str | None:
