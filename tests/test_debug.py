@@ -520,7 +520,10 @@ def test_a_compiler_whose_code_writes_to_an_input(sizes: tuple[int, ...], device
             finds(call, rows(4, device), error=CaptureError, match="piece_1 wrote to scale3 .*, which it must leave")
         else:
             finds(
-                call, rows(4, device), error=PluginError, match=r"plugin 'faulty' .*compiled for piece_1 wrote to its inp"
+                call,
+                rows(4, device),
+                error=PluginError,
+                match=r"plugin 'faulty' .*compiled for piece_1 wrote to its inp",
             )
 
 

@@ -73,7 +73,9 @@ def test_c25_size_that_the_model_refuses_does_not_spoil_another(way: Way) -> Non
     call = way.compile(model, captures=[4, 32])
     for n in (3, 4, 1):
         check(call, model, way.rand(n, 6))
-    with pytest.raises(TraceDepartureError, match=r"holds for rows (== min\(16, rows\)|<= 16).* this call has rows = 32"):
+    with pytest.raises(
+        TraceDepartureError, match=r"holds for rows (== min\(16, rows\)|<= 16).* this call has rows = 32"
+    ):
         call(way.rand(32, 6))
     with counters.expect(num_graph_replays=4 * way.is_captured, num_graph_captures=0):
         for n in (3, 4, 1):
