@@ -80,6 +80,8 @@ def _writes_to_strange_views(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 class WritesToSlices(nn.Module):
     """Its op writes to slices of a buffer and of an argument."""
 
+    kept: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("kept", torch.zeros(8, 6))
@@ -182,6 +184,9 @@ def test_c15_result_of_one_model_is_the_input_of_another(eager_way: Way) -> None
 class Counts(nn.Module):
     """A call counter, and a cache that rows are written to."""
 
+    n: torch.Tensor
+    c: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("n", torch.zeros(()))
@@ -195,6 +200,9 @@ class Counts(nn.Module):
 
 class Averages(nn.Module):
     """Running statistics of a norm in training, a running mean, and a cache that a splitting op writes to."""
+
+    mean: torch.Tensor
+    cache: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
