@@ -254,6 +254,22 @@ class CountingInBuffer(Counting):
         return x + 1
 
 
+@shows("strided-out")
+def strided_out() -> Seen:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros(x.shape[0], 8)
+        torch.add(x, 1, out=y[:, :6])
+        return y
+
+    def copies(x: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros(x.shape[0], 8)
+        y[:, :6].copy_(x + 1)
+        return y
+
+    same(compiled(copies), f, rows(3))
+    return error_of(compiled(f), rows(3))
+
+
 @shows("python-state")
 def python_state() -> Seen:
     model = CountingInBuffer()

@@ -153,6 +153,16 @@ REFUSALS = (
         may=lambda program, index: program.AHEAD and index == 0,
     ),
     Refusal(
+        *("an op that reads on the host, captured", piecework.CaptureError, r"in fuzz::checked, it reads a number"),
+        promised="limits.md, host-sync",
+        may=lambda program, index: "op checked" in program.FEATURES,
+    ),
+    Refusal(
+        *("out= with gaps", piecework.CompileError, r"Attempted to call op with non-contiguous"),
+        promised="limits.md, strided-out",
+        may=lambda program, index: "out=" in program.text,
+    ),
+    Refusal(
         *("an op inside another", piecework.SplitError, r"aten::\w+ only appears when .* is decomposed"),
         promised="settings.md: names of splitting ops",
         may=lambda program, index: "an op of torch is a cut" in program.FEATURES,

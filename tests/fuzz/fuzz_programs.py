@@ -19,11 +19,6 @@ Shape = tuple[Dim, ...]
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 MAX_STATEMENTS = 12
-UNRETURNED = "unreturned"
-"""Kind of what an op gives that writes to its argument and returns a part of it, and of views of that.
-
-A gap: captured, such a result of the model is a clone, where in eager it shares memory with the argument.
-"""
 
 
 @dataclass(frozen=True)
@@ -130,7 +125,7 @@ def _has_rows(value: Value) -> bool:
 
 
 def _writable(value: Value) -> bool:
-    return value.is_writable and value.kind in ("plain", UNRETURNED) and value.dtype != "bool"
+    return value.is_writable and value.kind == "plain" and value.dtype != "bool"
 
 
 def _promoted(*dtypes: str) -> str:
@@ -566,8 +561,7 @@ def op_in_place(d: Draft) -> None:
     if d.flip(3):
         d.line(call, "op in place")
     else:
-        kind = UNRETURNED if name == "tail_" else value.kind
-        d.let(call, shape, value.dtype, "op in place", of=value, kind=kind)
+        d.let(call, shape, value.dtype, "op in place", of=value, kind=value.kind)
     d.wrote(value)
 
 
@@ -690,6 +684,8 @@ STATE = (a_parameter, buffer, buffer, stored, stored, submodule)
 OPS = (op_fresh, op_attn, op_in_place, op_pair, op_rotate, op_joined, op_shift, op_log, op_bump_all, op_fill, op_other)
 STATEMENTS = (None, *PLAIN, *STATE, *OPS, *OPS)
 """None: nothing is added, which is what a failing program shrinks to."""
+ROW_BY_ROW = (None, unary, binary, broadcast, attribute, linear, norm, a_parameter, copied, cast, *[op_fresh] * 3)
+"""Makes of rows what does not depend on other rows, most of the time, so that calls are padded."""
 
 # --- inputs --------------------------------------------------------------------------------------------
 
@@ -772,7 +768,7 @@ def leaf(d: Draft) -> str:
     if d.sizes and d.flip(6):
         d.features.add("returns a size")
         return d.one_of(d.sizes)
-    value = d.pick(lambda v: v.kind != UNRETURNED)
+    value = d.pick(lambda _: True)
     assert value is not None
     if value.origin != "made":
         d.features.add(f"returns {value.origin} or a view of it")
@@ -884,8 +880,12 @@ def settings(d: Draft, sizes: list[dict[str, int]]) -> list[str]:
         key = size if len(size) > 1 else next(iter(size.values()), 1)
         if all(size.values()) and key not in captured and not d.flip(4):
             captured.append(key)
-    given.append(f"capture_sizes={tuple(captured)}" if captured or d.flip() else "capture_sizes='auto'")
     ratio = d.one_of((2, 1, 4))
+    numbers = [next(iter(size.values())) for size in sizes if len(size) == 1]
+    if any(numbers) and ("row by row" in d.features or d.flip(4)):
+        captured, ratio = [max(numbers)], 9
+        d.features.add("one size, which others are padded to")
+    given.append(f"capture_sizes={tuple(captured)}" if captured or d.flip() else "capture_sizes='auto'")
     if ratio != 2:
         given.append(f"max_padding_ratio={ratio}")
     if d.flip(3):
@@ -904,8 +904,11 @@ def programs(draw: Callable[[st.SearchStrategy[Any]], Any], max_statements: int 
     """Draw the text of a program."""
     d = Draft(draw)
     add_inputs(d)
+    statements = ROW_BY_ROW if d.flip(3) else STATEMENTS
+    if statements is ROW_BY_ROW:
+        d.features.add("row by row")
     for _ in range(draw(st.integers(1, max_statements))):
-        statement = d.one_of(STATEMENTS)
+        statement = d.one_of(statements)
         if statement is not None:
             statement(d)
     returned = result(d)
