@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -477,6 +478,63 @@ def test_arguments_that_an_op_with_several_results_gives_back_stay_the_callers(
             assert (result[0] is y) == (expected[0] is expected_y)
             given = result[0] if model is whole else result[1]
             assert given.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+def _part_of_the_input(x: torch.Tensor) -> Any:
+    t = more.tail(x)
+    return t, t, t[:, 0], x
+
+
+def _part_of_an_intermediate(x: torch.Tensor) -> Any:
+    y = x * 2
+    t = more.tail(y)
+    return t, y, t.t()
+
+
+def _part_of_a_view(x: torch.Tensor) -> Any:
+    t = more.tail(x.t())
+    return t[:1] if x.shape[0] > 1 else t, x + 1
+
+
+def _part_of_memory_with_gaps(x: torch.Tensor) -> Any:
+    y = torch.empty_strided((x.shape[0], 4), (9, 2), dtype=x.dtype, device=x.device).copy_(x)
+    return more.tail(y[:, 1:]).add_(1), y
+
+
+def _part_of_an_item(x: torch.Tensor) -> Any:
+    t, total = more.tail_and_sum(x)
+    return t, total, t.view_as(t)
+
+
+def place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("cut", [(), ("capture::tail", "capture::tail_and_sum")], ids=["in a piece", "cut"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        _part_of_the_input,
+        _part_of_an_intermediate,
+        _part_of_a_view,
+        _part_of_memory_with_gaps,
+        _part_of_an_item,
+    ],
+)
+def test_part_of_what_an_op_wrote_to_shares_its_memory(
+    emulation: None, model: Callable[..., Any], cut: tuple[str, ...]
+) -> None:
+    """A result that an op gave of its argument is no copy: whoever writes to one sees it in the other."""
+    call = compiled(model, splitting_ops=cut, max_padding_ratio=4)
+    for size in (3, 3, 2):
+        x = rows(size)
+        expected_x = x.clone()
+        result, expected = [*call(x), x], [*model(expected_x), expected_x]
+        torch.testing.assert_close(result, expected)
+        for a, b in itertools.combinations(range(len(result)), 2):
+            assert (place(result[a]) == place(result[b])) == (place(expected[a]) == place(expected[b])), (a, b)
+            assert (result[a] is result[b]) == (expected[a] is expected[b]), (a, b)
+    torch._dynamo.reset()
 
 
 def test_a_result_that_shares_memory_beside_a_fresh_one() -> None:

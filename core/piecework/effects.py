@@ -38,6 +38,8 @@ class Effects:
         aliased: for a node whose result shares memory with one of its arguments: that argument.
         identical: the nodes whose result has the values and the layout of that argument: ops that
             work in place, and those that do nothing, such as dropout in evaluation.
+        parts: for a node that shows a part of an argument that its op wrote to, or that memory in another
+            layout: that argument. No view, as the op is not run again to take it.
         pinned: nodes that mean something in their place only, and are never repeated elsewhere.
     """
 
@@ -46,6 +48,7 @@ class Effects:
     written: dict[Node, frozenset[int]] = field(default_factory=dict)
     aliased: dict[Node, Node] = field(default_factory=dict)
     identical: set[Node] = field(default_factory=set)
+    parts: dict[Node, Node] = field(default_factory=dict)
     pinned: set[Node] = field(default_factory=set)
 
     def is_scalar(self, node: Node) -> bool:
@@ -183,12 +186,25 @@ class _Finder(Interpreter):
                 self.effects.aliased[node] = own
                 self.effects.identical.add(node)
                 self.effects.written[node] = self.effects.written[parent] & keys
+            else:
+                self.note_part(node, result, {arg: tensors_in(self.env[arg]) for arg in parent.all_input_nodes})
             return
         if keys <= {internals.storage_key(tensor) for _, tensor in sharing}:
             same = [arg for arg, tensor in sharing if tensor is result]
             self.effects.aliased[node] = (same or [sharing[0][0]])[0]
             if same or (isinstance(result, torch.Tensor) and self.look(result) == self.look(sharing[0][1])):
                 self.effects.identical.add(node)
+            elif self.effects.written[node]:
+                self.note_part(node, result, given)
+
+    def note_part(self, node: Node, result: Any, given: Mapping[Node, list[torch.Tensor]]) -> None:
+        """Note whose memory a result is a part of, where it can be taken from there by sizes and strides."""
+        for arg in given if isinstance(result, torch.Tensor) else ():
+            whole = self.env[arg]
+            is_of = isinstance(whole, torch.Tensor) and internals.storage_key(whole) == internals.storage_key(result)
+            if is_of and whole.dtype == result.dtype:
+                self.effects.parts[node] = arg
+                return
 
     def look(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """Return what tells two views of one storage apart.

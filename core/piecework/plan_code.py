@@ -27,6 +27,8 @@ class Results:
 
     made_from: tuple[Node, ...]
     """Nodes whose values every call clones; in the code they are ``b0``, ``b1``, ..."""
+    strides: Mapping[int, str]
+    """Of clones that parts are taken from: what the memory has, gaps and all, at the size of the call."""
     lines: tuple[str, ...]
     texts: tuple[str, ...]
     namespace: Mapping[str, Any]
@@ -53,17 +55,35 @@ def describe_results(split: SplitGraph, inputs: GraphInputs) -> Results:
             made_from.setdefault(value if is_seen_once else base, f"o{len(made_from)}")
     writer.names.update(made_from)
     texts = tuple(writer.returned(value) for value in returned)
+    have_parts = {
+        base
+        for node in writer.names.keys() & split.effects.parts.keys() - made_from.keys()
+        for base in _bases(node, split.effects, defined)
+    }
+    strides = {
+        i: writer.number(tuple(split.effects.values[node].stride()))
+        for i, node in enumerate(made_from)
+        if node in have_parts
+    }
     lines = tuple(line.text for line in writer.lines)
     bound_names = writer.bound_names
     namespace = {name: value for name, value in writer.namespace.items() if name not in bound_names.values()}
     used = {base for found in bases for base in found}
     names = {node: name for node, name in bound_names.items() if node in used}
-    return Results(tuple(made_from), lines, texts, namespace, names)
+    return Results(tuple(made_from), strides, lines, texts, namespace, names)
 
 
 def _bases(node: Node, effects: Effects, defined: set[Node]) -> Iterator[Node]:
     while node in effects.identical and node not in defined:
         node = effects.aliased[node]
+    part = node
+    while part in effects.aliased and part not in effects.parts:
+        part = effects.aliased[part]
+    if part in effects.parts:
+        wholes = list(_bases(effects.parts[part], effects, defined))
+        if defined.issuperset(wholes):
+            yield from wholes
+            return
     if node in defined or not (effects.is_view(node) or effects.is_scalar(node)):
         yield node
     elif not effects.is_scalar(node):
@@ -182,4 +202,6 @@ def _source(tensor: GraphTensor) -> str:
 
 def _clones(results: Results, static_outputs: bool) -> list[str]:
     made = "b{0}" if static_outputs else "b{0}.clone()"
-    return [f"o{i} = {made.format(i)}" for i in range(len(results.made_from))]
+    laid_out = "b{0}.new_empty_strided(b{0}.size(), {1}).copy_(b{0})"
+    forms = {i: laid_out.format(i, strides) for i, strides in results.strides.items()}
+    return [f"o{i} = {forms.get(i) or made.format(i)}" for i in range(len(results.made_from))]

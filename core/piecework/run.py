@@ -193,8 +193,20 @@ class CodeWriter:
     def view(self, node: Node) -> None:
         """Take a view from its base again: views never cross a cut."""
         outer, self.uses = self.uses, []
-        self.eager(node, None)
+        if node in self.effects.parts:
+            self.part(node)
+        else:
+            self.eager(node, None)
         self.uses = outer
+
+    def part(self, node: Node) -> None:
+        """Take what an op gave of an argument that it wrote to, without running the op again."""
+        whole = self.effects.parts[node]
+        base, fake, of = self.value(whole), self.effects.values[node], self.effects.values[whole]
+        offset = self.number(fake.storage_offset() - of.storage_offset())
+        layout = f"{self.number(tuple(fake.size()))}, {self.number(tuple(fake.stride()))}"
+        name = self.new_name(node)
+        self.add(f"{name} = {base}.as_strided({layout}, {base}.storage_offset() + {offset})", [name], [node])
 
     def number(self, value: Any) -> str:
         if isinstance(value, tuple):
