@@ -108,7 +108,7 @@ def test_a_bad_environment_is_said_on_stderr_with_status_2(
     assert "Traceback" not in result.stderr
 
 
-class Shown(piecework.CustomOp, op_name="test_shown"):
+class Shown(piecework.CustomOp, op_name="env_shown"):
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
@@ -123,7 +123,7 @@ class Shown(piecework.CustomOp, op_name="test_shown"):
 def test_custom_ops_are_shown_with_who_decides_and_what_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIECEWORK_PLUGINS", "")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    shown = json.loads(runner.invoke(app, ["--json"]).stdout)["custom ops"]["test_shown"]
+    shown = json.loads(runner.invoke(app, ["--json"]).stdout)["custom ops"]["env_shown"]
     assert {level: verdict["is_on"] for level, verdict in shown["levels"].items()} == {
         **dict.fromkeys("012", True),
         "3": False,
@@ -138,18 +138,18 @@ def test_custom_ops_are_shown_with_who_decides_and_what_would_run(monkeypatch: p
         "on at 0, 1, 2 (the default); off at 3 (the default)",
         "cpu: forward_triton (not here: Triton is not installed), then forward_cpu [bfloat16], then forward_native",
     ]
-    monkeypatch.setenv("PIECEWORK_CUSTOM_OPS", "none,+test_shown")
-    shown = json.loads(runner.invoke(app, ["--json"]).stdout)["custom ops"]["test_shown"]
-    assert custom_op_as_text(shown).startswith("on at 0, 1, 2, 3 ('+test_shown' by PIECEWORK_CUSTOM_OPS)\n")
+    monkeypatch.setenv("PIECEWORK_CUSTOM_OPS", "none,+env_shown")
+    shown = json.loads(runner.invoke(app, ["--json"]).stdout)["custom ops"]["env_shown"]
+    assert custom_op_as_text(shown).startswith("on at 0, 1, 2, 3 ('+env_shown' by PIECEWORK_CUSTOM_OPS)\n")
 
 
 def test_a_custom_op_that_nobody_registered_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIECEWORK_CUSTOM_OPS", "none,+test_shwn,+test_shown")
+    monkeypatch.setenv("PIECEWORK_CUSTOM_OPS", "none,+env_shwn,+env_shown")
     result = runner.invoke(app, ["--json"])
     assert result.exit_code == 0
     (line,) = result.stderr.splitlines()
-    assert line.startswith("custom_ops: '+test_shwn' by PIECEWORK_CUSTOM_OPS switches nothing: unknown custom op")
-    assert "did you mean 'test_shown'?" in line
+    assert line.startswith("custom_ops: '+env_shwn' by PIECEWORK_CUSTOM_OPS switches nothing: unknown custom op")
+    assert "did you mean 'env_shown'?" in line
     json.loads(result.stdout)
 
 

@@ -367,15 +367,26 @@ def check_what_is_left(folder: Path, compiler: str) -> None:
     assert left == recent
 
 
+KILLS = [
+    ("eager", "compile failed", "SIGKILL"),
+    ("eager", "capture", "SIGKILL"),
+    ("eager", "replay", "SIGTERM"),
+    ("inductor", "compile exact", "SIGKILL"),
+    ("inductor", "compile exact", "SIGTERM"),
+]
+"""What is killed where: only Inductor has processes and files of its own, and these only while it compiles."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["compile failed", "compile exact", "capture", "replay"])
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
-def test_a_process_that_is_killed_at_a_stage_harms_no_later_one(tmp_path: Path, stage: str, how: str) -> None:
-    killed = start(tmp_path, "inductor", stage, how)
+@pytest.mark.parametrize(("compiler", "stage", "how"), KILLS)
+def test_a_process_that_is_killed_at_a_stage_harms_no_later_one(
+    tmp_path: Path, compiler: str, stage: str, how: str
+) -> None:
+    killed = start(tmp_path, compiler, stage, how)
     out, _ = killed.communicate(timeout=300)
     assert killed.returncode == -signal.Signals[how] and out.splitlines()[-1] == stage
     wait_until_gone(killed.pid)
-    check_what_is_left(tmp_path, "inductor")
+    check_what_is_left(tmp_path, compiler)
 
 
 @pytest.mark.slow

@@ -75,7 +75,9 @@ def test_wrong_results_name_the_plugin_and_the_piece(model: Any, change: Callabl
             with pytest.raises(PluginError, match=whose + message):
                 call(rows(1))
         call = compiled_by(model, piece_compiler="changes", capture_sizes=(1,))
-        with pytest.raises(CaptureError, match=f"piece_0 failed in its warm-up: PluginError: {whose}"):
+        with pytest.raises(
+            CaptureError, match=f"piece_0, compiled by plugin 'changes' .*, failed in its warm-up: PluginError: {whose}"
+        ):
             call(rows(1))
         exact = compiled_by(model, piece_compiler="changes", capture_sizes=(), compile_sizes=(1,))
         with pytest.raises(PluginError, match=whose + message):

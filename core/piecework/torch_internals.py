@@ -155,6 +155,9 @@ def strict_dynamo() -> Iterator[None]:
         torch_guards.removeFilter(_is_no_error)
 
 
+RESET_OF_DYNAMO = "torch._dynamo.reset()"
+"""What a user calls, in words; it drops what guards refer to."""
+
 _SIDE_EFFECTS = "While compiling, we found certain side effects"
 
 

@@ -85,7 +85,7 @@ class Assumptions:
             return f"{readable(found[1])} is no longer the one that was traced{line}"
         if (found := _NOT_FOUND.fullmatch(condition)) is not None:
             if found[1].startswith("G['__"):
-                return f"torch._dynamo.reset() dropped what was recorded to check the trace by ({found[1]})"
+                return f"{internals.RESET_OF_DYNAMO} dropped what was recorded to check the trace by ({found[1]})"
             return f"{readable(found[1])} is no longer held where it was when traced{now}{line}"
         return f"the trace relies on {readable(condition)}{now}{line}"
 
