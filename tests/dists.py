@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,3 +84,57 @@ def run_child(code: str, *paths: Path, **environment: str) -> subprocess.Complet
         timeout=120,
         check=False,
     )
+
+
+FORKS = """
+import gc, os, sys, traceback
+import torch
+import piecework
+_compiled = piecework.compile(lambda x: x + 1, dynamic_arg_dims={{"x": 0}}, config=piecework.CompilationConfig(
+    capturer="none", piece_compiler="eager", level=3))
+_compiled(torch.ones(2))
+piecework.report(_compiled)
+for _name in [name for name in sys.modules if name.split(".")[0] == "piecework"]:
+    del sys.modules[_name]  # What it needs stays.
+del piecework, _compiled
+gc.freeze()
+for _number, _variables in enumerate({environments!r}):
+    if os.fork() == 0:
+        for _stream in (1, 2):
+            os.dup2(os.open(os.path.join({folder!r}, f"{{_number}}.{{_stream}}"), os.O_CREAT | os.O_WRONLY), _stream)
+        os.environ.update(_variables)
+        sys.path[:0] = filter(None, os.environ.pop("PATHS", "").split(os.pathsep))
+        try:
+            exec({code!r}, {{"__name__": "__main__", "torch": torch}})
+            _code = 0
+        except BaseException:  # As the interpreter does at the end of a program.
+            traceback.print_exc()
+            _code = 1
+        sys.stdout.flush()
+        os._exit(_code)  # Tearing down what the parent imported would take seconds.
+    _, _status = os.wait()
+    with open(os.path.join({folder!r}, f"{{_number}}.status"), "w") as _file:
+        _file.write(str(os.waitstatus_to_exitcode(_status)))
+"""
+
+
+def run_forks(
+    code: str, environments: Sequence[Mapping[str, str]], folder: Path, *paths: Path
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run a program once for each set of variables, in forks of one child that has imported what Piecework needs.
+
+    Piecework itself is imported by each. ``PATHS`` among the variables goes before ``sys.path``.
+    """
+    folder.mkdir()
+    whole = FORKS.format(environments=list(map(dict, environments)), folder=str(folder), code=code)
+    child = run_child(whole, *paths)
+    assert child.returncode == 0, child.stderr
+    return [
+        subprocess.CompletedProcess(
+            code,
+            int((folder / f"{number}.status").read_text()),
+            (folder / f"{number}.1").read_text(),
+            (folder / f"{number}.2").read_text(),
+        )
+        for number in range(len(environments))
+    ]
