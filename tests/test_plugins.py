@@ -327,6 +327,11 @@ class Misspelt:
     def piecework_compile_peice(self, piece: object) -> None: ...
 
 
+class Unheard:
+    @hookimpl
+    def piecework_zzz(self) -> None: ...
+
+
 class WrongArgument:
     @hookimpl
     def piecework_compile_piece(self, piece: object, inputs_v0: object) -> None: ...
@@ -369,7 +374,8 @@ class NeedsArgument:
     [
         (Misspelt, "unknown hook 'piecework_compile_peice'; did you mean piecework_compile_piece?"),
         (WrongArgument, "'inputs_v0', which the hook does not pass; the signature is piecework_compile_piece(piece, "),
-        (PositionalOnly, "'piece', which the hook does not pass"),
+        (PositionalOnly, "the signature is piecework_compile_piece(piece, config) in version 1 of the hooks"),
+        (Unheard, "(This piecework has version 1 of the hooks; a hook of a later version is marked"),
         (OldWrapper, "hookwrapper=True, allowed: wrapper=True"),
         (NoGenerator, "the function does not yield"),
         (Unmarked, "defines piecework_compile_piece without @piecework.hookimpl"),

@@ -11,7 +11,7 @@ import pluggy
 
 from piecework import hookspecs
 from piecework.errors import PieceworkError, PluginError
-from piecework.loading import Origin, describe_error, nearest
+from piecework.loading import PLUGIN_API, Origin, describe_error, nearest
 
 PROJECT = "piecework"
 
@@ -122,7 +122,10 @@ def read_implementations(plugin: object, origin: Origin) -> tuple[Implementation
 def _unknown_hook(name: str, known: dict[str, tuple[str, ...]]) -> str:
     near = nearest(name, known)
     hint = f"did you mean {near}?" if near else f"the hooks are {', '.join(known)}."
-    return f"implements unknown hook {name!r}; {hint} (A hook of a later version is marked optionalhook=True.)"
+    return (
+        f"implements unknown hook {name!r}; {hint} (This piecework has version {PLUGIN_API} of the hooks; a hook of a "
+        "later version is marked optionalhook=True.)"
+    )
 
 
 def _checked(marked: pluggy.HookImpl, hook: str, arguments: tuple[str, ...], origin: Origin) -> Implementation:
@@ -137,7 +140,8 @@ def _checked(marked: pluggy.HookImpl, hook: str, arguments: tuple[str, ...], ori
         if name not in arguments or name not in by_name:
             raise PluginError(
                 f"implements {hook} with argument {name!r}, which the hook does not pass; "
-                f"the signature is {hook}({', '.join(arguments)})"
+                f"the signature is {hook}({', '.join(arguments)}) in version {PLUGIN_API} of the hooks, which this "
+                "piecework has"
             )
     mark = 2 if marked.trylast else 0 if marked.tryfirst else 1
     return Implementation(
