@@ -80,7 +80,7 @@ class Captures:
         self.config, self.pool, self.statics, self.owner = config, pool, statics, owner
         self.results, self.pieces = results, pieces
         self.num_uncaptured, self.on_plan, self.debug = num_uncaptured, on_plan, debug
-        self.refusals = Refusals(pool.capturer, pool.device)
+        self.refusals = Refusals(pool)
         outside = (*inputs.bound, *(tensor.node for tensor in statics.tensors.values()))
         self.schedule = Schedule(split, outside, results)
         self.programs = Programs(self.schedule, self.refusals, inputs.sizes, debug=debug)
@@ -335,6 +335,11 @@ class Captures:
         finally:
             self.is_recording = False
             self.last_memory = None
+
+    def forget_session(self) -> None:
+        """Forget the session of a thread that a forked child does not have."""
+        self.is_recording, self.last_memory = False, None
+        self.warm.clear()
 
     def release(self) -> None:
         """Give up the memory of captures, whose plans are gone; waits for calls that run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -55,3 +56,5 @@ class Counters:
 
 
 counters = Counters()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=counters.reset)

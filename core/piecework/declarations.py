@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from piecework import torch_internals as internals
 from piecework.effects import MAYBE_COPIES, running_statistics, tensors_in
 from piecework.fingerprints import fingerprints, has_bits
+from piecework.forking import Lock
 from piecework.tensor_checks import overlap
 
 
@@ -299,7 +299,7 @@ def _which(index: int, result: Any) -> str:
 
 _returned: dict[str, dict[int, internals.StorageWeakRef]] = {}
 """The storages that each op returned as fresh ones, as long as anybody holds them."""
-_returned_lock = threading.Lock()
+_returned_lock = Lock()
 
 
 def _returned_before(name: str, tensors: Sequence[torch.Tensor]) -> set[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import linecache
 import logging
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ from piecework.custom_op_choice import CustomOpChoices
 from piecework.custom_op_switch import report_names
 from piecework.effects import warn_of_undeclared
 from piecework.errors import CaptureError, CompileError, ConfigError, PieceworkWarning, TraceDepartureError
+from piecework.forking import Lock
 from piecework.plugins import PluginManager, plugin_manager
 from piecework.process_settings import is_frozen, torch_compile_backend
 from piecework.settings import Settings, resolve_settings
@@ -34,7 +34,7 @@ from piecework.watch import plain_dicts, watched_modules
 
 logger = logging.getLogger(__name__)
 
-compile_lock = threading.RLock()
+compile_lock = Lock(when_lost=lambda: _look_at_dynamo())
 """Tracing and compiling happen one at a time in a process: Dynamo and Inductor keep global state."""
 
 _forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
@@ -77,7 +77,7 @@ class Forward:
         """Goes by ``settings``."""
         self.compiled: Compiled | None = None
         self.answer: Callable[..., Any] | None = None
-        self.lock = threading.RLock()
+        self.lock = Lock()
         """Guards what calls find out about the trace; unlike ``compile_lock`` it is never held for long."""
         self.is_published = False
         """The trace has answered a call or captured a size, so that calls go straight to its code."""
@@ -327,6 +327,11 @@ class Forward:
     ) -> Compiled:
         """Trace, split, deduplicate, compile, and generate the code that runs it."""
         level = settings.level
+        if _is_dynamo_locked:
+            raise CompileError(
+                f"{self.owner} can't be traced in this process: it was forked while another thread was tracing, and "
+                "torch waits for that thread for ever; fork before, or after"
+            )
         backend = _backend() if level is CompilationLevel.DYNAMO_ONCE else None
         assert self.custom_ops is not None
         with choosing(self.custom_ops), plain_dicts(watched_modules()):
@@ -391,6 +396,15 @@ class _Warning:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.backend, name)
+
+
+def _look_at_dynamo() -> None:
+    """Find out, in a child forked while another thread compiled, whether Dynamo would wait for that thread for ever."""
+    global _is_dynamo_locked
+    _is_dynamo_locked = internals.is_dynamo_locked()
+
+
+_is_dynamo_locked = False
 
 
 def all_forwards() -> list[Forward]:

@@ -221,8 +221,9 @@ def piecework_capturer(device: torch.device, config: CompilationConfig) -> Captu
     """Bring what records graphs on a device.
 
     Called once per device, at the first compilation at level 3 whose pieces run there; all models of the process
-    share the answer, and with it one pool. Stops at first non-None result. With ``config.capturer`` set, only that
-    plugin's implementation is called, or none for ``"none"``; wrappers of every plugin still run.
+    share the answer, and with it one pool. A forked child asks anew. Stops at first non-None result. With
+    ``config.capturer`` set, only that plugin's implementation is called, or none for ``"none"``; wrappers of every
+    plugin still run.
 
     Args:
         device: with its index, such as ``cuda:0``; ``cpu`` where the model runs on no accelerator.

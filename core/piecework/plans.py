@@ -15,9 +15,11 @@ from piecework.config import CompilationConfig
 from piecework.custom_op_choice import CustomOpChoices
 from piecework.dedupe import UniquePiece
 from piecework.errors import CaptureError, DebugFinding, StaleCaptureError
+from piecework.forking import renew_after_fork
 from piecework.inputs import GraphInputs, Key
 from piecework.padding import Padding
 from piecework.plan import Plan, PlanFunctions, Variant
+from piecework.plugins import plugin_manager
 from piecework.pool import IN_USE, NESTED, RECORDED, Pool
 from piecework.process_settings import compile_context, is_first_time, is_frozen
 from piecework.program import Pieces
@@ -91,7 +93,10 @@ class Plans:
         self.outdated_by: tuple[str, ...] = ()
         """Parameters and buffers that were replaced or moved: no plan is up to date then, and the next call that looks
         for one drops them."""
+        self.is_inherited = False
+        """This process was forked from the one that captured the plans: the next call that looks for one drops them."""
         self.num_recaptures = 0
+        renew_after_fork(self)
         self.statics = StaticInputs(inputs, paths, config, pool)
         self.make = PlanFunctions(
             *(split, inputs, self.statics, pool, choices, self.elsewhere, self.while_busy),
@@ -250,7 +255,7 @@ class Plans:
         if self.debug is not None:
             function = self.debug.answer(variant, function, self.statics, self.by_position)
         self.functions[key] = function
-        if self.outdated_by:  # by another thread, since the plan was looked up
+        if self.outdated_by or self.is_inherited:  # by another thread or a fork, since the plan was looked up
             self.functions.clear()
         return function
 
@@ -310,19 +315,29 @@ class Plans:
         self.outdated_by = tuple(dict.fromkeys((*self.outdated_by, *names)))
         self.functions.clear()
 
+    def after_fork(self) -> None:
+        """Answer no call of a forked child by what its parent captured."""
+        self.is_inherited = True
+        self.functions.clear()
+
     def drop_outdated(self) -> None:
+        if self.is_inherited:
+            self.pool.renew_capturer(plugin_manager(), self.config)
+            self.is_inherited = False
+            self.captures.forget_session()
+            self.give_back("it was captured by the process that this one was forked from")
         if self.outdated_by:
             why = _why_outdated(self.outdated_by)
             self.outdated_by = ()  # First: plans of before what another thread adds from here on are dropped, too.
             for plan in list(self.plans.values()):
                 self.drop(plan, why)
 
-    def give_back(self) -> None:
+    def give_back(self, why: str = "its memory was given back") -> None:
         """Give up all memory; waits for calls that run."""
         with self.pool.lock:
             while self.plans:
                 # Held by no name here: the graphs are to be gone before their pool is given back.
-                self.drop(next(iter(self.plans.values())), "its memory was given back")
+                self.drop(next(iter(self.plans.values())), why)
             self.captures.release()
 
     def close(self) -> None:

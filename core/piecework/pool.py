@@ -13,6 +13,7 @@ from piecework import torch_internals as internals
 from piecework.capturing import CaptureMemory, Capturer
 from piecework.config import CompilationConfig
 from piecework.errors import CaptureError
+from piecework.forking import renew_after_fork, usable
 from piecework.plugins import PluginManager
 
 PATIENCE_S = 0.5
@@ -40,6 +41,32 @@ class Pool:
         self.users: weakref.WeakSet[object] = weakref.WeakSet()
         """Whoever holds captures or static memory."""
         self.lent: dict[int | None, internals.StorageWeakRef] = {}
+        self.is_inherited = False
+        """This process was forked from the one that the capturer is of, whose handles mean nothing here."""
+        renew_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Go on in a forked child without the threads that ran here, and later with a capturer of its own."""
+        lock = usable(self.lock)
+        if lock is not self.lock:
+            self.lock, self.is_busy = lock, False
+        self.stream, self.is_inherited = None, True
+
+    def renew_capturer(self, manager: PluginManager, config: CompilationConfig) -> None:
+        """Ask for a capturer anew, where the one that is there was inherited.
+
+        Raises:
+            CaptureError: nobody captures here now.
+            PluginError: a plugin failed, as where the device can't be used in a forked process.
+        """
+        with self.lock:
+            if not self.is_inherited:
+                return
+            answer = manager.capturer(self.device, config)
+            if answer is None:
+                raise CaptureError(f"no plugin records graphs on {self.device} in this process, which was forked")
+            self.capturer, self.plugin = answer
+            self.origin, self.is_inherited = str(manager.origin(self.plugin)), False
 
     def wait(self) -> bool:
         """Take the lock when whoever has it is done; False where that may never be, and the lock is not taken.
@@ -112,7 +139,7 @@ class Pool:
         with self.lock:
             was_there = user in self.users
             self.users.discard(user)
-            if was_there and not self.users and not self.is_busy:
+            if was_there and not self.users and not self.is_busy and not self.is_inherited:
                 try:
                     self.capturer.release()
                 except Exception as error:  # of a plugin, which may raise anything
@@ -144,4 +171,6 @@ def pool_of(device: torch.device, config: CompilationConfig, manager: PluginMana
         if answer and not there:
             there = [Pool(device, *answer, str(manager.origin(answer[1])))]
         pools[key] = there[0] if there else None
+    if (pool := pools[key]) is not None:
+        pool.renew_capturer(manager, config)
     return pools[key]

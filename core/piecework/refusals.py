@@ -12,15 +12,15 @@ from piecework import torch_internals as internals
 from piecework.capturing import Capturer, Recordable
 from piecework.effects import Effects, line_of, op_name, tensors_in
 from piecework.errors import CaptureError
+from piecework.pool import Pool
 from piecework.split import PieceStep
 
 
 class Refusals:
     """Remembers, for one model, which pieces run uncaptured between the graphs, and why."""
 
-    def __init__(self, capturer: Capturer, device: torch.device) -> None:
-        self.capturer = capturer
-        self.device = device
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
         self.by_key: dict[str, str | None] = {}
         self.by_piece: dict[str, str] = {}
 
@@ -28,7 +28,7 @@ class Refusals:
         """Return why a piece can't be captured; None where it is worth a try."""
         if key not in self.by_key:
             self.by_key[key] = (
-                self.other_device(step) or self.unsafe_op(step.graph) or self.capturer.refuses(step.graph)
+                self.other_device(step) or self.unsafe_op(step.graph) or self.pool.capturer.refuses(step.graph)
             )
         return self.by_key[key]
 
@@ -50,10 +50,10 @@ class Refusals:
     def other_device(self, step: PieceStep) -> str | None:
         for node in step.graph.graph.nodes:
             for tensor in tensors_in(node.meta.get("example_value")):
-                if tensor.device != self.device:
+                if tensor.device != self.pool.device:
                     what = "takes" if node.op == "placeholder" else "makes"
                     where = f"{tensor.device}{line_of(node)}"
-                    return f"it {what} a tensor on {where}, which a graph of {self.device} can't follow"
+                    return f"it {what} a tensor on {where}, which a graph of {self.pool.device} can't follow"
         return None
 
     def unsafe_op(self, graph: GraphModule) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from piecework import torch_internals as internals
 from piecework.config_checks import show
+from piecework.forking import Lock
 from piecework.tensor_checks import overlap
 from piecework.trace import TARGET, Assumptions, eval_source, readable
 from piecework.watch import Watch, plain_dicts
@@ -126,7 +126,7 @@ class BoundState:
         self.frame_globals = frame_globals
         self.namespaces = namespaces
         self.check_all = check_all
-        self.lock = threading.RLock()
+        self.lock = Lock(when_lost=self.look_at_all)
         self.num_rebindings = 0
         self.on_rebound: Callable[[Sequence[str]], None] = lambda names: None
         """Called when tensors were replaced or their memory moved, with their names as a user would write them."""

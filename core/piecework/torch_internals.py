@@ -25,6 +25,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.convert_frame import compile_lock as dynamo_lock
 from torch._dynamo.exc import (
     BackendCompilerFailed,
     InternalTorchDynamoError,
@@ -98,6 +99,14 @@ def is_traced() -> bool:
     if not torch.compiler.is_compiling():  # First: each call asks this.
         return False
     return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_dynamo_locked() -> bool:
+    """Whether another thread is inside of Dynamo, which lets in one at a time."""
+    if not dynamo_lock.acquire(blocking=False):
+        return True
+    dynamo_lock.release()
+    return False
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -18,16 +17,25 @@ from typing import Any
 from torch import nn
 
 from piecework import torch_internals as internals
+from piecework.forking import Lock
 
 _WATCHED_METHODS = ("__setattr__", "__delattr__", "_apply", "load_state_dict")
 _STATE_DICTS = ("_parameters", "_buffers", "_modules")
 
-_lock = threading.RLock()
 _watches: dict[int, weakref.WeakSet[Watch]] = {}
 """Watches by the identity of a module's ``__dict__``: a compiled module shares it with the original."""
 _patched: weakref.WeakSet[type] = weakref.WeakSet()
 _counted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules whose dicts count; those of a watch that was collected as garbage, too."""
+
+
+def _count_again() -> None:
+    """Have the dicts of modules count that a thread made plain for a moment, which a forked child does not have."""
+    for module in list(_counted):
+        _put_counting_dicts(module)
+
+
+_lock = Lock(when_lost=_count_again)
 
 
 class Watch:
@@ -88,11 +96,15 @@ def _watch_module(module: nn.Module, watch: Watch) -> None:
         weakref.finalize(module, _watches.pop, key, None).atexit = False
     _watches[key].add(watch)
     _patch(type(module))
+    _put_counting_dicts(module)
+    _counted.add(module)
+
+
+def _put_counting_dicts(module: nn.Module) -> None:
     for name in _STATE_DICTS:
         held = module.__dict__.get(name)
         if type(held) is dict:
-            module.__dict__[name] = _CountingDict(held, key)
-    _counted.add(module)
+            module.__dict__[name] = _CountingDict(held, id(module.__dict__))
 
 
 def _take_counting_dicts(module: nn.Module) -> dict[str, _CountingDict]:
