@@ -13,7 +13,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/minilm.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -13,6 +13,9 @@ from piecework.counting import counters
 from piecework.plugins import reset_plugin_manager
 from piecework.process_settings import reset_process_settings
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # Tensors are small; the processes would fight for the cores.
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
 if not torch.cuda.is_available():
     # Triton decides when a kernel is defined whether its interpreter runs it, on a CPU. So this stands here, before any
     # test module imports Triton, or Inductor does. Where there is a device, kernels are compiled for it.
@@ -50,7 +53,10 @@ def emulation() -> Iterator[None]:
         yield
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:  # One process per file at a time, and one for the device, which some tests fill to the brim.
+        item.add_marker(pytest.mark.xdist_group("cuda" if item.get_closest_marker("cuda") else item.path.name))
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if marked and not torch.cuda.is_available():
         for item in marked:
