@@ -66,6 +66,31 @@ def test_silly_program_captures_three_pieces_at_two_sizes(monkeypatch: pytest.Mo
     assert op.num_calls() == 2
 
 
+def test_size_that_the_trace_does_not_hold_for_is_not_captured() -> None:
+    def squeezes(x: torch.Tensor) -> torch.Tensor:
+        return (ops.scale3(x + 1) * 2).squeeze(0)
+
+    def compares(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return ops.scale3(x + 1)[: y.shape[0]] if y.shape[0] < x.shape[0] else ops.scale3(x)
+
+    call, _ = compiled(squeezes, capture_sizes=(1, 4))
+    call(torch.randn(4, 3))
+    with pytest.raises(CaptureError, match="size 1 of .*squeezes can't be captured: the trace holds for rows != 1"):
+        piecework.capture(call, [1], torch.randn(4, 3))
+    dims = {"x": {0: "n"}, "y": {0: "m"}}
+    sizes = ({"n": 8, "m": 8}, {"n": 8, "m": 2})
+    asserted = config(capture_sizes=sizes, rows_independent=True)
+    call = piecework.compile(compares, config=asserted, dynamic_arg_dims=dims)
+    with counters.expect(num_graph_captures=1, num_graph_replays=2):
+        for n, m in ((8, 2), (7, 2), (7, 6)):
+            if m == 6:
+                with pytest.warns(piecework.PieceworkWarning, match=r"the trace holds for .*\bm\b"):
+                    call(torch.randn(n, 3), torch.randn(m, 3))
+                continue
+            x, y = torch.randn(n, 3), torch.randn(m, 3)
+            torch.testing.assert_close(call(x, y), compares(x, y))
+
+
 @pytest.mark.parametrize(("is_split", "num_captures"), [(True, 26), (False, 2)])
 def test_toy_llama_of_12_layers(is_split: bool, num_captures: int) -> None:
     toy = models.example("toy_llama")

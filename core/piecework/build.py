@@ -126,6 +126,7 @@ class Builder:
             *(self.settings.config, pool, self.forward.custom_ops),
             unique=[one.unique for one in compiled],
             pieces=lambda key: Pieces(runs.at(key), keys),
+            departure=self.trace.departure,
             is_auto=self.forward.is_request,
             owner=self.owner,
             debug=self.debug,

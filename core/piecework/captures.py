@@ -53,6 +53,7 @@ class Captures:
         statics: memory of the inputs.
         results: nodes that the caller's results are made from.
         pieces: returns what runs at a size, given its key.
+        departure: returns in words why the trace does not hold at a size, or None.
         owner: name of the model, for messages.
         num_uncaptured: calls that ran uncaptured, by size and reason; more of them have a failed size tried again.
         on_plan: called with each plan as soon as it is there.
@@ -69,6 +70,7 @@ class Captures:
         *,
         results: Sequence[Node],
         pieces: Callable[[Key], Pieces],
+        departure: Callable[[Key], str | None],
         owner: str,
         num_uncaptured: defaultdict[Key, Counter[str]],
         on_plan: Callable[[Plan], None],
@@ -78,7 +80,7 @@ class Captures:
         self.bound: Callable[[], Mapping[Node, torch.Tensor]] = dict
         """Returns the parameters and buffers that the model has now; set by whoever binds them."""
         self.config, self.pool, self.statics, self.owner = config, pool, statics, owner
-        self.results, self.pieces = results, pieces
+        self.results, self.pieces, self.departure = results, pieces, departure
         self.num_uncaptured, self.on_plan, self.debug = num_uncaptured, on_plan, debug
         self.refusals = Refusals(pool)
         outside = (*inputs.bound, *(tensor.node for tensor in statics.tensors.values()))
@@ -308,6 +310,9 @@ class Captures:
         return f"{self.pool.origin} raised " if modules.intersection(modules_of(error)) else ""
 
     def record(self, key: Key, given: Mapping[int, torch.Tensor]) -> Recording:
+        if (departure := self.departure(key)) is not None:
+            # Eager would do something else there, and compiled code might read beyond a buffer without a word.
+            raise SizeRefusedError(departure)
         return self.recorder(key).record(given)
 
     def recorder(self, key: Key, kind: type[RecorderT] = Recorder) -> RecorderT:

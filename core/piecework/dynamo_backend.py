@@ -92,6 +92,7 @@ def piecework_backend(
             *(split, inputs, _paths(graph), settings.config, pool, CustomOpChoices("graph", settings)),
             unique=[one.unique for one in compiled],
             pieces=lambda key: pieces,
+            departure=lambda key: None,  # A size is captured where it is called, and torch's guards let it through.
             is_auto=True,
             owner="graph",
             are_dims_named=False,

@@ -47,6 +47,7 @@ class Plans:
         choices: what chooses custom ops.
         unique: the pieces without repetition.
         pieces: returns what runs at a size, given its key.
+        departure: returns in words why the trace does not hold at a size, or None.
         is_auto: what ``capture_sizes=None`` means outside of a compile context.
         owner: name of the model, for messages.
         are_dims_named: the user named the dims; else a size is that of the first one, whatever the others are.
@@ -64,6 +65,7 @@ class Plans:
         *,
         unique: Sequence[UniquePiece],
         pieces: Callable[[Key], Pieces],
+        departure: Callable[[Key], str | None],
         is_auto: bool,
         owner: str,
         are_dims_named: bool = True,
@@ -109,6 +111,7 @@ class Plans:
             *(split, inputs, config, pool, self.statics),
             results=made_from,
             pieces=pieces,
+            departure=departure,
             owner=owner,
             num_uncaptured=self.num_uncaptured,
             on_plan=self.serve,

@@ -22,7 +22,7 @@ from piecework.arguments import Arguments, fake_value, trace_sizes
 from piecework.config_checks import show
 from piecework.errors import CompileError
 from piecework.exact import departs_at_one
-from piecework.inputs import GraphInput, Sizes, dim_symbol
+from piecework.inputs import GraphInput, Key, Sizes, dim_symbol
 from piecework.outputs import OutputSpec, describe_outputs, numbers_in_shapes
 from piecework.pieces import InputKind
 
@@ -138,6 +138,14 @@ class Trace:
     def shape_env(self) -> internals.ShapeEnv:
         """Return what torch knows about the sizes."""
         return self.sizes.shape_env
+
+    def departure(self, key: Key) -> str | None:
+        """Return in words the first relation that does not hold at a size, or None."""
+        numbers = {dim_symbol(dim): sympy.Integer(value) for dim, value in self.sizes.values_of(key).items()}
+        for relation in self.relations:
+            if not internals.evaluate_number(relation.expression.xreplace(dict(numbers))):
+                return f"the trace holds for {relation.describe()}"
+        return None
 
 
 @dataclass

@@ -89,7 +89,10 @@ def test_c25_legal_call_next_to_a_size_that_the_model_refuses(eager_way: Way, is
     call = eager_way.compile(model, captures=[4, 32])
     check(call, model, eager_way.rand(3, 6))
     if eager_way.is_captured:
-        with pytest.warns(PieceworkWarning, match=r"answers size 16 uncaptured: size 32 .* failed in its warm-up"):
+        with pytest.warns(
+            PieceworkWarning,
+            match=r"answers size 16 uncaptured: size 32 .* (failed in its warm-up|the trace holds for)",
+        ):
             check(call, model, eager_way.rand(16, 6))
     for n in (16, 15, 3):
         check(call, model, eager_way.rand(n, 6))
