@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -178,6 +179,20 @@ def test_sizes_as_numbers_stay_right_for_other_sizes(level: int) -> None:
             assert_same(call, takes_int, rows(n))
     except CompileError as error:
         assert "int(x.shape[0])" in str(error)  # noqa: PT017 - refused by its line is right as well
+
+
+def waves(x: torch.Tensor) -> torch.Tensor:
+    angle = math.sin(x.shape[0] / 3)
+    y = triple(x) * angle
+    return triple(y) + math.tanh(x.shape[0]) * angle
+
+
+@both_levels
+def test_functions_that_torch_has_no_form_of_follow_the_size(level: int) -> None:
+    call = compiled(waves, level)
+    with counters.expect(num_graphs_seen=1):
+        for n in (4, 7, 1):
+            assert_same(call, waves, rows(n))
 
 
 @both_levels

@@ -451,7 +451,8 @@ class _PieceBuilder:
             value = self.splitter.effects.values[resolved]
             try:
                 self.env[resolved] = internals.compute_size(value, self.splitter.shape_env, self.sizes)
-            except (internals.TraceError, TypeError):  # of a function that has no form for nodes, such as rounding
+            # Of a function that has no form for nodes, such as rounding, or that torch has no form of, such as sines.
+            except (internals.TraceError, TypeError, AttributeError):
                 return self.copy(resolved)
             return self.env[resolved]
         return self.copy(resolved)
