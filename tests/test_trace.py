@@ -517,3 +517,12 @@ def test_dropout_in_training_draws_anew_and_follows_the_seed(level: int) -> None
         torch.manual_seed(7)
         results.append(call(ones))
     torch.testing.assert_close(*results)
+
+
+def test_error_of_the_backend_of_level_2_is_told() -> None:
+    def backend(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        raise ValueError("no lowering for this\nmore about it")
+
+    piecework.set_torch_compile_backend(backend)
+    with pytest.raises(CompileError, match="backend of level 2 failed on waves: ValueError: no lowering for this$"):
+        compiled(waves, 2)(rows(4))

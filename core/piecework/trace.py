@@ -468,7 +468,9 @@ def _trace_error(error: BaseException, recorded: _Recorded, owner: str, argument
             "can't repeat that at every call. Keep such state in a buffer and change it in place, or use level 1"
         )
     if isinstance(error, internals.BackendCompilerFailed):
-        return CompileError(f"the torch.compile backend of level 2 failed on {owner}: {_first_line(error)}")
+        inner = error.inner_exception
+        what = f"{type(inner).__name__}: {_first_line(inner)}"
+        return CompileError(f"the torch.compile backend of level 2 failed on {owner}: {what}")
     specialised = _specialised(error, recorded, arguments)
     if specialised:
         return CompileError(f"{specialised} (tracing {owner})")
