@@ -303,7 +303,9 @@ def test_c22_size_that_the_trace_does_not_hold_for_is_not_captured(eager_way: Wa
     if eager_way.is_captured:
         with pytest.warns(PieceworkWarning, match=rf"answers size {legal} uncaptured: size .*the trace holds for"):
             check(call, model, torch.randn(legal, 6))
-        with pytest.raises(CaptureError, match=r"size 66 of _Pins can't be captured: the trace holds for.*in forward"):
+        with pytest.raises(
+            CaptureError, match=r"size 66 of _Pins can't be captured: the trace holds for .*(in forward|<= 64)"
+        ):
             piecework.capture(call, [66, 2], torch.randn(4, 6))
     with counters.expect(num_graph_captures=0):
         for n in (legal, 4, legal, 4, legal):
