@@ -356,7 +356,7 @@ class Attempt:
 
     def check_nothing_is_held(self) -> None:
         """No lock, no session, nothing that makes other calls run uncaptured."""
-        locks = [compile_lock]
+        locks: list[Any] = [compile_lock._lock]
         if piecework.api.forward_of(self.call, "test").compiled is not None:
             pool = plans_of(self.call).pool
             assert isinstance(pool.capturer, EmulatedCapturer)
