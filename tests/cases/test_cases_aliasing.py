@@ -12,7 +12,7 @@ from torch import nn
 import demo
 import piecework
 from piecework import counters
-from ways import Way, check, close, same
+from ways import IS_TORCH_2_11, Way, check, close, same, slices_of_unknown_length
 
 # --- C11: an op returns a new tensor ------------------------------------------------------------
 
@@ -96,8 +96,12 @@ class WritesToSlices(nn.Module):
 @pytest.mark.parametrize("is_cut", [True, False], ids=["cut", "inside a piece"])
 def test_c12_ops_write_to_views_of_one_base(way: Way, is_cut: bool) -> None:
     ops = demo.OPS if is_cut else ()
-    with counters.expect(num_capturable_pieces_seen=(3 if is_cut else 1) * (way.level == 3)):
-        same(way, _writes_to_views, lambda _: (way.rand(4, 6),), [4, 4], splitting_ops=ops)
+    is_refused = way.level == 3 and is_cut
+    # Torch 2.11 reads the length of a slice where it is taken, between two pieces.
+    num_pieces = (4 if IS_TORCH_2_11 else 3) if is_cut else 1
+    with counters.expect(num_capturable_pieces_seen=num_pieces * (way.level == 3)):
+        with slices_of_unknown_length(way if is_refused else None):
+            same(way, _writes_to_views, lambda _: (way.rand(4, 6),), [4, 4], splitting_ops=ops)
 
 
 @pytest.mark.parametrize("is_cut", [True, False], ids=["cut", "inside a piece"])
@@ -110,7 +114,8 @@ def test_c12_ops_write_to_transposed_strided_and_selected_views(way: Way, is_cut
 def test_c12_ops_write_to_slices_of_a_buffer_and_of_an_argument(way: Way, is_cut: bool) -> None:
     ops = demo.OPS if is_cut else ()
     model = WritesToSlices().to(way.device)
-    same(way, model, lambda n: (way.rand(n, 6), way.rand(n, 8)), [4, 3, 4], splitting_ops=ops)
+    with slices_of_unknown_length(None if way.level == 3 and is_cut else way):
+        same(way, model, lambda n: (way.rand(n, 6), way.rand(n, 8)), [4, 3, 4], splitting_ops=ops)
 
 
 # --- C15: results that are kept, or fed back ----------------------------------------------------
@@ -275,14 +280,14 @@ def _view_changes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _views_cross_two_cuts(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    y = x * 2
+    y = x * 0.25
     v = y[:, 1:]
     w = v.t()[::2]
     z = demo.scale3(w)
     w.mul_(z)
     a, b = y.unbind(1)[:2]
     z = demo.scale3(z + 1)
-    y.sub_(z.sum())
+    y.sub_(z.amax())
     bits = y.view(torch.int32)
     return a + b, v, w * 2, bits[:, 0].sign(), z
 
