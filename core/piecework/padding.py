@@ -96,7 +96,8 @@ class Padding:
         for tensor in tensors_in(self.split.effects.values[node]):
             for size in tensor.shape:
                 named = sizes.named(internals.size_expression(size, sizes.shape_env))
-                if dim_symbol(dim) in named.free_symbols and named != dim_symbol(dim):
+                is_known = named.free_symbols.issubset(map(dim_symbol, sizes.dims))
+                if named != dim_symbol(dim) and (dim_symbol(dim) in named.free_symbols or not is_known):
                     return False
         return True
 

@@ -151,8 +151,10 @@ class PlanFunctions:
             namespace |= {f"i{index}": base_of(cut(tensor, size)), f"at{index}": tensor.data_ptr()}
         namespace |= {f"h{index}": address for index, address in memory.held.items()}
         for i, node in enumerate(self.results.made_from):
-            size = self.statics.layout(self.effects.values[node], numbers).size
-            namespace[f"b{i}"] = cut(memory.outputs[node], size)
+            output = memory.outputs[node]
+            if variant.is_padded:
+                output = cut(output, self.statics.layout(self.effects.values[node], numbers).size)
+            namespace[f"b{i}"] = output
         if self.results.bound_names:
             tensors = bound()
             namespace |= {name: tensors[node] for node, name in self.results.bound_names.items()}
