@@ -160,9 +160,17 @@ class CudaGraphCapturer(Capturer):
     def _prepare(self) -> None:
         self._old_pools = [pool for pool in self._old_pools if pool.is_used]
         destroy_unused()
+        self._make_room()
         with _enough_memory("to prepare captures"):
             make_workspaces(self.device)
             self._pool = self._pool or GraphPool(self.device)
+
+    def _make_room(self) -> None:
+        """Give back what torch keeps for later tensors, where that is more than is free: captures can't use it."""
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        kept_bytes = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        if kept_bytes > free_bytes:
+            torch.cuda.empty_cache()
 
     def _pool_in_session(self, what: str) -> GraphPool:
         if not self._is_in_session or self._pool is None:
