@@ -99,9 +99,9 @@ def test_c12_ops_write_to_views_of_one_base(way: Way, is_cut: bool) -> None:
     is_refused = way.level == 3 and is_cut
     # Torch 2.11 reads the length of a slice where it is taken, between two pieces.
     num_pieces = (4 if IS_TORCH_2_11 else 3) if is_cut else 1
-    with counters.expect(num_capturable_pieces_seen=num_pieces * (way.level == 3)):
-        with slices_of_unknown_length(way if is_refused else None):
-            same(way, _writes_to_views, lambda _: (way.rand(4, 6),), [4, 4], splitting_ops=ops)
+    num_seen = num_pieces * (way.level == 3)
+    with counters.expect(num_capturable_pieces_seen=num_seen), slices_of_unknown_length(way if is_refused else None):
+        same(way, _writes_to_views, lambda _: (way.rand(4, 6),), [4, 4], splitting_ops=ops)
 
 
 @pytest.mark.parametrize("is_cut", [True, False], ids=["cut", "inside a piece"])
