@@ -399,13 +399,14 @@ def test_repro_script_is_whole_or_not_there(own_cache: Path, monkeypatch: pytest
 def test_repro_script_that_a_killed_process_left_unfinished_is_removed(own_cache: Path) -> None:
     folder = own_cache / "repro"
     folder.mkdir(parents=True)
-    old, recent = folder / "old.tmp", folder / "recent.tmp"
-    for file in (old, recent):
+    old, recent, of_others = (folder / name for name in (".piecework-old.tmp", ".piecework-recent.tmp", "notes.tmp"))
+    for file in (old, recent, of_others):
         file.write_text("half of")
-    os.utime(old, (0, 0))
+    for file in (old, of_others):
+        os.utime(file, (0, 0))
     with plugins(FailsAt(1, CompileError("the cause"))), pytest.raises(CompileError, match="^the cause; .* compiles"):
         compiled_by(Layers(), piece_compiler="fails_at")(rows(4))
-    assert not old.exists() and recent.exists()
+    assert not old.exists() and recent.exists() and of_others.exists()
 
 
 def test_repro_script_keeps_the_options_of_the_plugin(own_cache: Path) -> None:

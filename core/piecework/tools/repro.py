@@ -70,6 +70,8 @@ for value, content in zip(values, inputs(), strict=True):
 torch.manual_seed(1)
 """
 
+UNFINISHED, SUFFIX = ".piecework-", ".tmp"
+"""Begin and end of the name of a file that is being written: others in the folder are the user's."""
 LEFTOVER_S = 600
 """After so long, a file that did not get its name is nobody's: writing one takes milliseconds."""
 
@@ -138,7 +140,7 @@ def write_repro(
 def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Write a file, which is whole or not there: it gets its name when all of it is written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=UNFINISHED, suffix=SUFFIX)
     try:
         with os.fdopen(handle, "wb") as file:
             write(file)
@@ -151,7 +153,7 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 def _remove_leftovers(folder: Path) -> None:
     """Remove what processes that were killed while they wrote left behind."""
-    for left in folder.glob("*.tmp"):
+    for left in folder.glob(f"{UNFINISHED}*{SUFFIX}"):
         with contextlib.suppress(OSError):  # Another process may be at it, too.
             if time.time() - left.stat().st_mtime > LEFTOVER_S:
                 left.unlink()
