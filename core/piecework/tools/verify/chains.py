@@ -168,8 +168,7 @@ class Reference:
 
     def op(self, node: Node, op: SplittingOp) -> Callable[..., Any]:
         """Return what runs a splitting op, and compares what it does with what it declares."""
-        overload = self.split.effects.overload(node)
-        function = overload or _target(node)
+        overload, function = self.split.effects.overload(node), function_of(node, self.split)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self.findings:  # The rest of the call runs op by op alone.
@@ -294,7 +293,7 @@ def op_by_op(compiled: Compiled, inputs: GraphInputs) -> Callable[[Run, tuple[An
         made = whole_graph(compiled.trace.graph.forward, effects, inputs, name="verify")
     else:
         runs = [PieceRun(step.graph.forward, EAGER) for step in split.pieces]
-        plain = with_ops(split, lambda node, op: split.effects.overload(node) or _target(node))
+        plain = with_ops(split, lambda node, op: function_of(node, split))
         made = straight_line(plain, runs, inputs, name="verify")
     return lambda line, given: made.function(*given)
 
@@ -359,9 +358,10 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _target(node: Node) -> Callable[..., Any]:
+def function_of(node: Node, split: SplitGraph) -> Callable[..., Any]:
+    """Return what runs a splitting op, whatever its implementation is."""
     target: Any = node.target
-    return getattr(torch.Tensor, target) if node.op == "call_method" else target
+    return split.effects.overload(node) or (getattr(torch.Tensor, target) if node.op == "call_method" else target)
 
 
 def with_ops(split: SplitGraph, made: Callable[[Node, SplittingOp], Callable[..., Any]]) -> SplitGraph:
@@ -398,11 +398,9 @@ class Uncaptured:
         self.given = given
         pairs = enumerate(zip(pieces_of(line, self.split), self.split.pieces, strict=True))
         runs = [PieceRun(self.noting(run, step.outputs, index), EAGER) for index, (run, step) in pairs]
-        split = with_ops(self.split, lambda node, op: self.noting_op(op.implementation or self.function(node), node))
-        return straight_line(split, runs, self.inputs, name="verify").function(*given)
-
-    def function(self, node: Node) -> Callable[..., Any]:
-        return self.split.effects.overload(node) or _target(node)
+        split = self.split
+        noting = with_ops(split, lambda node, op: self.noting_op(op.implementation or function_of(node, split), node))
+        return straight_line(noting, runs, self.inputs, name="verify").function(*given)
 
     def noting(self, run: Run, nodes: Sequence[Node], index: int) -> Run:
         def call(*args: Any) -> Sequence[Any]:
