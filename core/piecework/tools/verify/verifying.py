@@ -28,19 +28,13 @@ from piecework.plugins import plugin_manager
 from piecework.settings import cache_dir
 from piecework.tools.verify.blame import Compile, OpComparison, OpLog, departs, first_wrong_op
 from piecework.tools.verify.calls import Call, Inputs, Kept, calls_of_sizes, same_random_numbers
-from piecework.tools.verify.chains import (
-    Finding,
-    Reference,
-    Replays,
-    Uncaptured,
-    WholeReference,
-    entry_with,
-    inputs_now,
-    op_by_op,
-)
+from piecework.tools.verify.chains import Finding, entry_with, inputs_now
 from piecework.tools.verify.comparing import EXACT, Difference, Tolerance, clone, first_difference
+from piecework.tools.verify.reference import Reference, WholeReference, op_by_op
+from piecework.tools.verify.replays import Replays
 from piecework.tools.verify.report import Departure, SizeVerification, Verification
 from piecework.tools.verify.scripts import key_of_graph, script_of_op, script_of_piece
+from piecework.tools.verify.uncaptured import Uncaptured
 
 
 def verify(
