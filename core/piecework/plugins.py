@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from piecework.errors import PluginError
+from piecework.forking import Lock
 from piecework.registry import PluginInfo, PluginManager
 from piecework.settings import plugin_selection
 
@@ -57,17 +56,14 @@ class _Process:
         self.loaded: PluginManager | None = None
         self.blocks: list[PluginManager] = []
         self.is_loading = False
-        self.renew_lock()
+        self.lock = Lock(when_lost=self.forget_loading)
 
-    def renew_lock(self) -> None:
-        """A child forked while another thread loads would wait for a thread that it does not have."""
-        self.lock = threading.RLock()
+    def forget_loading(self) -> None:
+        """A child forked while another thread loads begins anew: it does not have that thread."""
         self.is_loading = False
 
 
 _process = _Process()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_process.renew_lock)
 
 
 def _load_for_process() -> PluginManager:
