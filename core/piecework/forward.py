@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import linecache
 import logging
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,7 @@ from piecework.watch import plain_dicts, watched_modules
 
 logger = logging.getLogger(__name__)
 
-compile_lock = Lock(when_lost=lambda: _look_at_dynamo())
+compile_lock = Lock()
 """Tracing and compiling happen one at a time in a process: Dynamo and Inductor keep global state."""
 
 _forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
@@ -246,9 +247,14 @@ class Forward:
         if settings.level is CompilationLevel.NO_COMPILATION:
             # With no config of its own, the process's settings are its settings.
             return self.with_self(self.original if self.config is None else self.run_original)
-        if settings.level is CompilationLevel.DYNAMO_AS_IS:
-            return self.with_self(_choosing_by(self.custom_ops, _dynamo_as_is(self.target)))
         try:
+            if _is_dynamo_locked:
+                raise CompileError(
+                    f"{self.owner} can't be traced in this process: it was forked while another thread was tracing, "
+                    "and torch waits for that thread for ever; fork before, or after"
+                )
+            if settings.level is CompilationLevel.DYNAMO_AS_IS:
+                return self.with_self(_choosing_by(self.custom_ops, _dynamo_as_is(self.target)))
             if is_frozen():
                 raise CompileError(
                     f"{self.owner} was not traced before piecework.freeze(), which forbids it now; call it once before"
@@ -327,11 +333,6 @@ class Forward:
     ) -> Compiled:
         """Trace, split, deduplicate, compile, and generate the code that runs it."""
         level = settings.level
-        if _is_dynamo_locked:
-            raise CompileError(
-                f"{self.owner} can't be traced in this process: it was forked while another thread was tracing, and "
-                "torch waits for that thread for ever; fork before, or after"
-            )
         backend = _backend() if level is CompilationLevel.DYNAMO_ONCE else None
         assert self.custom_ops is not None
         with choosing(self.custom_ops), plain_dicts(watched_modules()):
@@ -399,12 +400,14 @@ class _Warning:
 
 
 def _look_at_dynamo() -> None:
-    """Find out, in a child forked while another thread compiled, whether Dynamo would wait for that thread for ever."""
+    """Find out in a forked child whether Dynamo would wait for ever for a thread that was in it, and is not here."""
     global _is_dynamo_locked
     _is_dynamo_locked = internals.is_dynamo_locked()
 
 
 _is_dynamo_locked = False
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_look_at_dynamo)
 
 
 def all_forwards() -> list[Forward]:

@@ -510,3 +510,21 @@ else:
     thread = in_thread(compiled(tracing))""",
         parent="thread.join()",
     )
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_c54_fork_while_another_thread_traces_without_piecework(tmp_path: Path, level: int) -> None:
+    run_fork(
+        tmp_path,
+        f"""
+check_all(call, model)
+try:
+    Way({level}, "Graphs").compile(torch.nn.Linear(6, 6))(torch.randn(4, 6))
+except piecework.CompileError as error:
+    assert "forked while another thread was tracing" in str(error)
+else:
+    raise AssertionError
+""",
+        before='thread = in_thread(torch.compile(tracing, backend="eager"))',
+        parent="thread.join()",
+    )
