@@ -381,10 +381,10 @@ def _dynamo_as_is(target: Callable[..., Any]) -> Callable[..., Any]:
     # torch 2.11 puts a function of its own, whose code all would share, around one without a source.
     lines: list[str] = [*source.splitlines(True)]
     linecache.cache[filename] = (len(source), None, lines, filename)
-    return torch.compile(with_own_code(namespace["forward"]), backend=_Warning(_backend()))
+    return torch.compile(with_own_code(namespace["forward"]), backend=_WarningBackend(_backend()))
 
 
-class _Warning:
+class _WarningBackend:
     """A backend that says which ops a compiler may leave out, and is the given one otherwise."""
 
     def __init__(self, backend: Callable[..., Any]) -> None:
@@ -396,6 +396,7 @@ class _Warning:
         return self.backend(graph, example_inputs, **options)
 
     def __getattr__(self, name: str) -> Any:
+        """Return what torch.compile asks of a backend: its name, its settings, how to reset it."""
         return getattr(self.backend, name)
 
 
