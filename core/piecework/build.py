@@ -20,7 +20,7 @@ from piecework.counting import counters
 from piecework.dedupe import UniquePiece, deduplicate
 from piecework.effects import Effects, find_effects, tensors_in, warn_of_undeclared
 from piecework.entry import Entry, make_entry
-from piecework.inputs import GraphInputs, dim_symbol, key_of_values, size_values
+from piecework.inputs import GraphInputs, Sizes, dim_symbol, key_of_values, size_values
 from piecework.pieces import EAGER, PieceRun, SplittingOp
 from piecework.plans import Plans
 from piecework.plugins import PluginManager
@@ -109,7 +109,7 @@ class Builder:
             self.straight_line(split, by_ops) if needed else None,
             needed,
         )
-        plans = self.plans(split, compiled, PieceRuns(general, exact, by_ops, needed, self.trace.sizes.dims))
+        plans = self.plans(split, compiled, PieceRuns(general, exact, by_ops, needed, self.trace.sizes))
         self.log_summary(split, compiled, plans)
         return self.finish(runs, split.effects, split, compiled, plans)
 
@@ -292,16 +292,14 @@ class PieceRuns:
     by_ops: Sequence[PieceRun]
     """Run where a relation that compiled code relies on does not hold."""
     needed: Sequence[Relation]
-    dims: Sequence[str]
+    sizes: Sizes
 
     def at(self, key: Any) -> Sequence[PieceRun]:
         """Return those for one size."""
         if key in self.exact:
             return self.exact[key]
-        values = key if isinstance(key, tuple) else (key,)
-        numbers = {dim_symbol(dim): value for dim, value in zip(self.dims, values, strict=True)}
-        holds = all(relation.expression.xreplace(numbers) == sympy.true for relation in self.needed)
-        return self.general if holds else self.by_ops
+        values = self.sizes.values_of(key)
+        return self.general if all(relation.holds(values) for relation in self.needed) else self.by_ops
 
 
 def debug_of(settings: Settings, owner: str, names: Mapping[Node, str]) -> Debug | None:

@@ -52,10 +52,13 @@ class Lock:
     def __enter__(self) -> None:
         self._lock.acquire()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
         self._lock.release()
 
     def after_fork(self) -> None:
+        """Be free in a child where a thread held it that is not there."""
         lock = usable(self._lock)
         if lock is not self._lock:
             self._lock = lock

@@ -401,6 +401,7 @@ def bound_sizes(shape_env: ShapeEnv) -> None:
 
 
 MAX_SIZE = 2**48
+"""Larger than any dim of a tensor that lies in memory."""
 EXPRESSION_NAMESPACE = {"math": math, "torch": torch}
 """What printed expressions may refer to."""
 

@@ -43,6 +43,11 @@ class Relation:
         where = f", since the model reads it at: {self.user_line}" if self.user_line else ""
         return f"{internals.print_expression(self.expression)}{where}"
 
+    def holds(self, values: Mapping[str, int]) -> bool:
+        """Whether it holds where the dims have these values."""
+        numbers: dict[sympy.Basic, sympy.Basic] = {dim_symbol(dim): sympy.Integer(v) for dim, v in values.items()}
+        return bool(internals.evaluate_number(self.expression.xreplace(numbers)))
+
 
 @dataclass
 class Assumptions:
@@ -141,11 +146,9 @@ class Trace:
 
     def departure(self, key: Key) -> str | None:
         """Return in words the first relation that does not hold at a size, or None."""
-        numbers = {dim_symbol(dim): sympy.Integer(value) for dim, value in self.sizes.values_of(key).items()}
-        for relation in self.relations:
-            if not internals.evaluate_number(relation.expression.xreplace(dict(numbers))):
-                return f"the trace holds for {relation.describe()}"
-        return None
+        values = self.sizes.values_of(key)
+        broken = next((relation for relation in self.relations if not relation.holds(values)), None)
+        return None if broken is None else f"the trace holds for {broken.describe()}"
 
 
 @dataclass
@@ -336,9 +339,9 @@ def _recorder(recorded: _Recorded, backend: Callable[..., Any] | None) -> Callab
             raise CompileError("Dynamo traced a second graph where one was asked for")
         placeholders = graph.graph.find_nodes(op="placeholder")
         recorded.sources = [internals.input_source(node) for node in placeholders]
-        recorded.fake_mode = internals.current_fake_mode()
-        if recorded.fake_mode is not None and recorded.fake_mode.shape_env is not None:
-            internals.bound_sizes(recorded.fake_mode.shape_env)
+        recorded.fake_mode = fake_mode = internals.current_fake_mode()
+        assert fake_mode.shape_env is not None
+        internals.bound_sizes(fake_mode.shape_env)
         recorded.graph = graph
         outputs: Any = graph.graph.output_node().args[0]
         recorded.tokens = tuple(o.meta["example_value"] if isinstance(o, torch.fx.Node) else o for o in outputs)
