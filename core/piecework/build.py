@@ -221,16 +221,17 @@ class Builder:
             *(self.owner, split.num_pieces, len(split.pieces), len(compiled), stages),
         )
         if plans is None:
-            self.log_uncaptured()
+            self.log_uncaptured(split)
 
-    def log_uncaptured(self) -> None:
+    def log_uncaptured(self, split: SplitGraph) -> None:
         """Say that sizes are not captured where nobody can: a warning, where the settings name them."""
         config = self.settings.config
         sizes = config.capture_sizes or compile_context()
         if sizes is None or config.capturer == "none":
             return
         level = logging.WARNING if isinstance(config.capture_sizes, tuple) and config.capture_sizes else logging.INFO
-        logger.log(level, "%s: nothing here captures graphs, so sizes %s run uncaptured", self.owner, sizes)
+        why = "nothing here captures graphs" if split.pieces else "it has no piece to capture"
+        logger.log(level, "%s: %s, so sizes %s run uncaptured", self.owner, why, sizes)
 
     def finish(
         self,
