@@ -23,7 +23,23 @@ ALLOCATIONS = frozenset(
 )
 SIZE_READERS = frozenset(f"aten::{name}" for name in ("size", "stride", "dim", "numel", "sym_size", "storage_offset"))
 MAYBE_COPIES = frozenset(f"aten::{name}" for name in ("reshape", "contiguous", "flatten", "ravel", "to", "type_as"))
-OPS_OF_TORCH = ("aten", "prims", "prim", "profiler", "c10d", "_c10d_functional", "higher_order")
+OPS_OF_TORCH = frozenset(
+    (
+        *("aten", "prim", "prims", "profiler", "higher_order", "export", "streams", "mempool", "inductor", "fsdp"),
+        *(
+            "c10d",
+            "c10d_functional",
+            "_c10d_functional",
+            "_c10d_functional_autograd",
+            "_dtensor",
+            "symm_mem",
+            "rngprims",
+        ),
+        *("inductor_prims", "debugprims", "debug_mode_ops", "flex_lib", "static_runtime", "sparse", "mkl", "mkldnn"),
+        *("onednn", "onnx", "quantized", "_quantized", "quantized_decomposed", "quantization", "_native"),
+    )
+)
+"""Namespaces of the ops that torch 2.11 to 2.14 register themselves; ops in others are somebody's own."""
 _OPERATOR_NAMES = {"iadd": "add_", "isub": "sub_", "imul": "mul_", "itruediv": "div_", "truediv": "div"}
 
 

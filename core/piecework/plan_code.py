@@ -202,6 +202,7 @@ def _source(tensor: GraphTensor) -> str:
 
 def _clones(results: Results, static_outputs: bool) -> list[str]:
     made = "b{0}" if static_outputs else "b{0}.clone()"
+    # Cloned in any case: a padded call has other strides than the memory of its plan.
     laid_out = "b{0}.new_empty_strided(b{0}.size(), {1}).copy_(b{0})"
     forms = {i: laid_out.format(i, strides) for i, strides in results.strides.items()}
     return [f"o{i} = {forms.get(i) or made.format(i)}" for i in range(len(results.made_from))]

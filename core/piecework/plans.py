@@ -138,7 +138,10 @@ class Plans:
                 return function
             if self.pool.is_busy:
                 return self.note_uncaptured(key, NESTED, uncaptured)
-            self.drop_outdated()
+            try:
+                self.drop_outdated()
+            except CaptureError as error:
+                return self.after_failure(key, error, uncaptured, is_asked_for=key in self.wanted(key))
             target, why_not, is_asked_for = self.target_of(key)
             if target is None:
                 return self.note_uncaptured(key, why_not, uncaptured)
@@ -152,11 +155,17 @@ class Plans:
                         return self.note_uncaptured(key, why_not, uncaptured)
                 return self.functions.get(key) or self.function_of(key, self.plans[target])
             except CaptureError as error:
-                if isinstance(error, DebugFinding) or (self.config.on_failure == "error" and is_asked_for):
-                    raise
-                return self.note_uncaptured(key, self.captures.note_failure(key, error), uncaptured)
+                return self.after_failure(key, error, uncaptured, is_asked_for=is_asked_for)
         finally:
             self.pool.lock.release()
+
+    def after_failure(
+        self, key: Key, error: CaptureError, uncaptured: Callable[..., Any], *, is_asked_for: bool
+    ) -> Callable[..., Any]:
+        """Return what answers a call whose capture failed, where that is no error."""
+        if isinstance(error, DebugFinding) or (self.config.on_failure == "error" and is_asked_for):
+            raise error
+        return self.note_uncaptured(key, self.captures.note_failure(key, error), uncaptured)
 
     def capture(
         self, target: Key, given: Mapping[int, torch.Tensor], *, padded_from: Key | None, is_asked_for: bool
@@ -272,8 +281,11 @@ class Plans:
         """Return what answers a call from inside another one, on a stream that is recorded, or whose inputs moved."""
         if self.pool.is_busy:
             return self.note_uncaptured(variant.key, NESTED, self.uncaptured)
-        if not self.pool.switch():
-            return self.note_uncaptured(variant.key, RECORDED, self.uncaptured)
+        try:
+            if not self.pool.switch():
+                return self.note_uncaptured(variant.key, RECORDED, self.uncaptured)
+        except CaptureError as error:
+            return self.after_failure(variant.key, error, self.uncaptured, is_asked_for=True)
         return self.after_move(variant, given)
 
     def after_move(self, variant: Variant, given: Sequence[Any]) -> Callable[..., Any]:

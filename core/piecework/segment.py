@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -20,6 +21,8 @@ from piecework.values import Values
 
 if TYPE_CHECKING:
     from piecework.debug_replays import PlanChecks
+
+logger = logging.getLogger(__name__)
 
 
 class SizeRefusedError(CaptureError):
@@ -122,6 +125,7 @@ class Segment:
             try:
                 node = refused_op(action.step.graph, self.scratch_inputs(action.step), self.capturer)
             except Exception:  # Whatever goes wrong in the search must not hide what the device refused.
+                logger.debug("the search for the op that is refused failed", exc_info=True)
                 return error
             if node is not None:
                 what = f"{op_name(node) or node.target} in {action.step.name}{line_of(node)}"

@@ -369,10 +369,13 @@ class Graphs:
 asked = []
 
 class Capturing:
+    is_there = True
+
     @hookimpl(wrapper=True)
     def piecework_capturer(self):
         asked.append(os.getpid())
-        return (yield)
+        answer = yield
+        return answer if self.is_there else None
 
 @torch.compiler.assume_constant_result
 def traced_number():
@@ -459,6 +462,28 @@ if grandchild == 0:
     os._exit(0)
 assert os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]) == 1
 """,
+    )
+
+
+def test_c54_forked_child_where_nobody_captures(tmp_path: Path) -> None:
+    """An error where captures were asked for, a warning and uncaptured calls where failures run eagerly."""
+    run_fork(
+        tmp_path,
+        """
+Capturing.is_there = False
+try:
+    call(torch.randn(4, 6))
+except piecework.CaptureError as error:
+    assert "no plugin records graphs on cpu in this process, which was forked" in str(error)
+else:
+    raise AssertionError
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    check_all(relaxed, model)
+assert "answers size 4 uncaptured" in str(said[0].message)
+assert counters.num_graph_replays == 0
+""",
+        before='relaxed = compiled(model, on_failure="eager"); check_all(relaxed, model); import warnings',
     )
 
 
