@@ -270,6 +270,16 @@ def strided_out() -> Seen:
     return error_of(compiled(f), rows(3))
 
 
+@shows("rebound-buffer")
+def rebound_buffer() -> Seen:
+    class Assigning(CountingInBuffer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count += 1
+            return x + 1
+
+    return error_of(compiled(Assigning()), rows(3))
+
+
 @shows("python-state")
 def python_state() -> Seen:
     model = CountingInBuffer()
@@ -354,7 +364,14 @@ def jit_trace() -> Seen:
 @shows("no-fake")
 def no_fake() -> Seen:
     same(compiled(lambda x: ops.scale3(x) * 2, dims={"x": 0}), lambda x: x * 6, rows(3))
+    text = error_of(compiled(lambda x: by_decorator(x) * 2, dims={"x": 0}), rows(3))[1]
+    assert "an op has no fake implementation, at " in text and "test_limits.py" in text
     return error_of(compiled(lambda x: more.no_fake(x) * 2, dims={"x": 0}), rows(3))
+
+
+@torch.library.custom_op("limits::by_decorator", mutates_args=())
+def by_decorator(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
 
 
 @shows("frozen-trace")

@@ -466,9 +466,13 @@ def _relations_at_one(graph: torch.fx.GraphModule, sizes: Sizes) -> tuple[Relati
 def _trace_error(error: BaseException, recorded: _Recorded, owner: str, arguments: Arguments) -> CompileError:
     changed = internals.changed_state(error)
     if changed is not None:
+        state = _readable_state(changed)
+        way_out = "Keep such state in a buffer and change it in place"
+        if "_buffers" in state or "_parameters" in state:
+            way_out = "Change a buffer in place by a method, `self.n.add_(1)`: `self.n += 1` assigns it, too"
         return CompileError(
-            f"{owner} changes Python state in its forward: {_readable_state(changed)}{_user_line(error)}; one trace "
-            "can't repeat that at every call. Keep such state in a buffer and change it in place, or use level 1"
+            f"{owner} changes Python state in its forward: {state}{_user_line(error)}; one trace can't repeat that at "
+            f"every call. {way_out}, or use level 1"
         )
     if isinstance(error, internals.BackendCompilerFailed):
         inner = error.inner_exception
@@ -477,7 +481,7 @@ def _trace_error(error: BaseException, recorded: _Recorded, owner: str, argument
     specialised = _specialised(error, recorded, arguments)
     if specialised:
         return CompileError(f"{specialised} (tracing {owner})")
-    if "does not support running with fake tensors" in _first_line(error):
+    if re.search("does not support running with fake tensors|There was no fake impl registered for", str(error)):
         return CompileError(
             f"{owner} can't be traced as one graph: an op has no fake implementation{_user_line(error)}; give it one "
             "with torch.library.register_fake"
@@ -550,7 +554,7 @@ def _user_line(error: BaseException) -> str:
     """Return the innermost line of the user's that an error of Dynamo tells of."""
     frames = [frame for frame in getattr(error, "real_stack", None) or [] if not frame.filename.startswith("<")]
     if frames:
-        last = frames[-1]
+        last = next((frame for frame in reversed(frames) if "/torch/" not in frame.filename), frames[-1])
         return f', at {last.filename}:{last.lineno} in {last.name}: "{(last.line or "").strip()}"'
     found = re.findall(r'File "([^"<]+)", line (\d+), in (\w+)\n\s*(.*)', str(error))
     outside = [item for item in found if "/torch/" not in item[0]]
