@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import models
 import piecework
 import piecework_silly_attention  # noqa: F401 - registers an op
 from models import Linear, assert_same, both_levels, compiled, refuses, rows
-from piecework import CompilationConfig, CompileError, ConfigError, TraceDepartureError, hookimpl, testing
+from piecework import CompilationConfig, CompileError, ConfigError, SplitError, TraceDepartureError, hookimpl, testing
 
 
 def triple(x: torch.Tensor) -> torch.Tensor:
@@ -258,6 +258,81 @@ def test_a_vmap_inside_a_model_stays_together(level: int) -> None:
 
     for n in (4, 2):
         assert_same(compiled(model, level), model, rows(n))
+
+
+def derived(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return torch.func.grad(lambda x: function(x).sum())
+
+
+def gradients_off_inside(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        constant = x * 2
+    return constant * x**2
+
+
+def derive_with_gradients_on(x: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():  # Dynamo leaves out what switches on again inside
+        return derived(torch.sin)(x) * 2
+
+
+def derive_and_leave_gradients_on(x: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        return derived(gradients_off_inside)(x) + derived(torch.cos)(x)
+
+
+@both_levels
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    "derive",
+    [
+        derived(torch.sin),
+        derived(derived(lambda x: x**3)),
+        derived(gradients_off_inside),
+        torch.vmap(derived(torch.sin)),
+        lambda x: torch.func.jvp(torch.sin, (x,), (x,))[1],
+        derive_with_gradients_on,
+        derive_and_leave_gradients_on,
+    ],
+)
+def test_derivatives_inside_a_model(derive: Callable[[torch.Tensor], torch.Tensor], compiler: str, level: int) -> None:
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = derive(triple(x) + 1)
+        return triple(y) + y, y * 2
+
+    assert derive(torch.ones(2, 3)).abs().sum() > 0.1
+    config = CompilationConfig(
+        level=level,
+        splitting_ops=("models::scale3",) if level == 3 else None,
+        piece_compiler=compiler,
+        capture_sizes=(),
+    )
+    with testing.plugins(load_installed=compiler == "inductor"):
+        call = piecework.compile(model, config=config, dynamic_arg_dims={"x": 0})
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                for n in (4, 3):
+                    torch.testing.assert_close(call(x := rows(n)), model(x))
+                    assert torch.is_grad_enabled() == grad
+
+
+vjp: Any = torch.func.vjp
+
+
+def pull_back_a_tripled_argument(x: torch.Tensor) -> torch.Tensor:
+    _, pull_back = vjp(torch.sin, x)
+    return pull_back(triple(x))[0] + 1
+
+
+def pull_back_a_tripled_result(x: torch.Tensor) -> torch.Tensor:
+    y, pull_back = vjp(lambda x: x.sin() * x, x)
+    return pull_back(triple(y))[0] + y
+
+
+@pytest.mark.parametrize("model", [pull_back_a_tripled_argument, pull_back_a_tripled_result])
+def test_a_derivative_on_both_sides_of_a_cut_is_refused(model: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    call = compiled(model, 3)
+    with pytest.raises(SplitError, match=r"torch\.func.*crosses a cut.*take it before"):
+        call(rows(4))
 
 
 @both_levels

@@ -727,6 +727,22 @@ def cut_vmap() -> Seen:
     return error_of(compiled(f, splitting_ops=("aten::relu",)), rows(3))
 
 
+@shows("cut-derivative")
+def cut_derivative() -> Seen:
+    vjp: Any = torch.func.vjp
+
+    def f(x: torch.Tensor) -> Any:
+        y, pull_back = vjp(torch.sin, x)
+        return pull_back(ops.scale3(y))[0]
+
+    def mended(x: torch.Tensor) -> Any:
+        y, pull_back = vjp(torch.sin, x)
+        return pull_back(torch.ones_like(y))[0] * ops.scale3(y)
+
+    same(compiled(mended), mended, rows(3))
+    return error_of(compiled(f), rows(3))
+
+
 @shows("view-op")
 def view_op() -> Seen:
     def f(x: torch.Tensor) -> torch.Tensor:

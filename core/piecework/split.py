@@ -168,7 +168,7 @@ class _Splitter:
         self.matcher = matcher
         assert fake_mode.shape_env is not None
         self.shape_env = fake_mode.shape_env
-        _keep_functorch_together(graph, effects)
+        self.transforms = _keep_functorch_together(graph, effects)
         self.bound = bound
         self.matched_names: set[str] = set()
         self.exported: set[Node] = set()
@@ -197,7 +197,9 @@ class _Splitter:
         home: dict[Node, _Region] = {}
         depth: list[Node] = []
         for node in self.graph.graph.nodes:
-            if node.op in ("placeholder", "output", "get_attr") or _sets_grad(node):
+            if node.op in ("placeholder", "output", "get_attr"):
+                continue
+            if _sets_grad(node) and node not in self.transforms.switches:
                 continue
             if self.is_repeated(node):
                 self.refuse_repeated(node)
@@ -319,6 +321,11 @@ class _Splitter:
         for base, node in exports.items():
             if home[base].is_eager:
                 exports[base] = base
+            elif internals.is_functorch_wrapped(self.effects.values[base]):
+                raise SplitError(
+                    f"what torch.func follows for a derivative crosses a cut{line_of(base)}: the derivative is taken "
+                    "after a splitting op that stands behind its function; take it before"
+                )
             elif isinstance(self.effects.values[base], (tuple, list)):
                 raise SplitError(
                     f"{base.format_node()} gives several tensors, which cross a cut as one tuple{line_of(base)}; "
@@ -436,10 +443,18 @@ class _PieceBuilder:
         return value if value is not None else self.splitter.effects.values[node]
 
     def copy(self, node: Node) -> Node:
+        transforms = self.splitter.transforms
+        if node in transforms.off_before:
+            self.switch_gradients(False)
         copied = self.graph.node_copy(node, self.value)
         copied.meta.setdefault("example_value", self.splitter.effects.values[node])
         self.env[node] = copied
+        if node in transforms.on_after:
+            self.switch_gradients(True)
         return copied
+
+    def switch_gradients(self, on: bool) -> None:
+        self.graph.call_function(internals.set_grad_enabled, (on,)).meta["example_value"] = None
 
     def value(self, node: Node) -> Any:
         if node in self.env:
@@ -469,21 +484,43 @@ def _attribute(module: torch.nn.Module, target: str) -> Any:
 
 
 def _sets_grad(node: Node) -> bool:
-    """Whether a node only switches gradients, which are off in every piece."""
+    """Whether a node only switches gradients, which are off in every piece but inside of ``torch.func``."""
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "_set_grad_enabled"
 
 
-def _keep_functorch_together(graph: GraphModule, effects: Effects) -> None:
+@dataclass
+class _Transforms:
+    """Switches of gradients between a push and a pop of ``torch.func``; without them all there would be constants."""
+
+    switches: set[Node] = field(default_factory=set)
+    on_after: set[Node] = field(default_factory=set)
+    """Outermost pushes inside of a block of the model that has gradients on, which the pieces know nothing of."""
+    off_before: set[Node] = field(default_factory=set)
+    """Outermost pops that leave gradients on."""
+
+
+def _keep_functorch_together(graph: GraphModule, effects: Effects) -> _Transforms:
     """Let no node between a push and a pop of ``torch.func`` be repeated elsewhere: it means nothing outside."""
+    found = _Transforms()
     depth = 0
+    is_on = False  # As it was traced.
     for node in graph.graph.nodes:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if name in _FUNCTORCH_OPENS and not depth and is_on:
+            found.on_after.add(node)
         depth += name in _FUNCTORCH_OPENS
+        if _sets_grad(node):
+            is_on = bool(node.args[0])
         if depth:
             effects.pinned.add(node)
             effects.aliased.pop(node, None)
             effects.identical.discard(node)
+            if _sets_grad(node):
+                found.switches.add(node)
         depth -= name in _FUNCTORCH_CLOSES
+        if name in _FUNCTORCH_CLOSES and not depth and is_on:
+            found.off_before.add(node)
+    return found
 
 
 def _track_contexts(node: Node, depth: list[Node]) -> None:
