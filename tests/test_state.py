@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import gc
 import warnings
 import weakref
@@ -602,6 +603,68 @@ def test_tensor_replaced_in_a_plain_list_is_noticed_within_the_stated_calls(leve
     for _ in range(piecework.report(call).num_calls_for_all_addresses):
         call(rows(4))
     assert_same(call, model, rows(4))
+
+
+class Form(enum.Enum):
+    """How ``Configured`` goes on."""
+
+    PLAIN = 1
+    NEGATIVE = 2
+
+
+class Settings:
+    """What a model reads from a plain object."""
+
+    def __init__(self) -> None:
+        self.form = Form.PLAIN
+        self.dtype = torch.float32
+        self.device = torch.device("cpu")
+        self.layout = torch.contiguous_format
+
+
+class Configured(nn.Module):
+    """Looks at constants of torch, and at a member of an enumeration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Settings()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.ops.models.scale3(x)
+        y = -y if self.settings.form is Form.NEGATIVE else y
+        y = y[:, :, None, None].contiguous(memory_format=self.settings.layout)
+        return y.to(self.settings.device, self.settings.dtype)
+
+
+@both_levels
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("form", Form.NEGATIVE),
+        ("dtype", torch.float64),
+        ("device", torch.device("meta")),
+        ("layout", torch.channels_last),
+    ],
+)
+def test_constants_of_a_plain_object_are_noticed_within_the_stated_calls(level: int, name: str, value: Any) -> None:
+    model = Configured()
+    call = compiled(model, level)
+    assert_same(call, model, rows(4))
+    setattr(model.settings, name, value)
+    stated = piecework.report(call).num_calls_for_all_addresses
+    with pytest.raises(TraceDepartureError, match=rf"self\.settings\.{name}"):
+        for _ in range(stated):
+            call(rows(4))
+
+
+@both_levels
+def test_an_equal_constant_in_another_object_is_no_departure(level: int) -> None:
+    model = Configured()
+    call = compiled(model, level)
+    call(rows(4))
+    model.settings.device = torch.device("cpu")
+    for _ in range(2 * piecework.report(call).num_calls_for_all_addresses):
+        assert_same(call, model, rows(4))
 
 
 @both_levels

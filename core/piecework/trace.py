@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import enum
 import functools
 import inspect
 import itertools
@@ -319,11 +320,16 @@ def _guard_filter(recorded: _Recorded) -> Callable[[Sequence[Any]], list[bool]]:
 
 
 def _read_source(entry: Any) -> str | None:
-    """Return the source of a module, a number, a string or a container that the trace read from its target."""
+    """Return the source of a module, a constant or a container that the trace read from its target."""
     if not entry.has_value or entry.is_global or not entry.name.startswith(TARGET):
         return None
-    kinds = (torch.nn.Module, int, float, complex, str, bytes, type(None), list, tuple, dict, set)
-    return internals.guard_source(entry) if isinstance(entry.value, kinds) else None
+    return internals.guard_source(entry) if isinstance(entry.value, _READ_KINDS) else None
+
+
+_READ_KINDS = (
+    *(torch.nn.Module, list, tuple, dict, set),
+    *(int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.memory_format),
+)
 
 
 def _is_kept(entry: Any) -> bool:
