@@ -667,6 +667,43 @@ def test_an_equal_constant_in_another_object_is_no_departure(level: int) -> None
         assert_same(call, model, rows(4))
 
 
+class TiedEmbedding(nn.Module):
+    """An embedding and the layer that goes back share a weight; the two modules read ``F`` of their own files."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 6)
+        self.head = nn.Linear(6, 10, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.ops.models.scale3(self.embedding(ids)))
+
+
+@both_levels
+@pytest.mark.parametrize("which", ["embedding", "head"])
+def test_weights_that_are_no_longer_tied_are_named(level: int, which: str) -> None:
+    model = TiedEmbedding()
+    call = compiled(model, level, dims={"ids": 0})
+    ids = torch.arange(4)
+    call(ids)
+    weight = nn.Parameter(torch.randn(10, 6))
+    model.embedding.weight = model.head.weight = weight  # still tied
+    assert_same(call, model, ids)
+    getattr(model, which).weight = nn.Parameter(torch.randn(10, 6))
+    refuses(call, ids, match=r"relies on self\.(embedding|head)\.weight is self\.(embedding|head)\.weight")
+
+
+@both_levels
+def test_modules_that_are_no_longer_one_are_named(level: int) -> None:
+    layer = nn.Linear(6, 6)
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    call = compiled(model, level, dims={"input": 0})
+    call(rows(4))
+    model[2] = nn.Linear(6, 6)
+    refuses(call, rows(4), match=r"relies on self\.")
+
+
 @both_levels
 def test_module_lists_and_parameter_lists_are_watched(level: int) -> None:
     class Lists(nn.Module):

@@ -278,8 +278,20 @@ def failed_guard(manager: Any, scope: dict[str, Any]) -> str | None:
     """Return the text of the first recorded guard that does not hold, or None."""
     if manager.check(scope):
         return None
-    parts = manager.check_verbose(scope).verbose_code_parts
-    return str(parts[0]) if parts else "a guard without a description"
+    parts = [str(part) for part in manager.check_verbose(scope).verbose_code_parts]
+    if not parts:
+        return "a guard without a description"
+    # Where two names no longer stand for one thing, torch lists all such pairs, also those that still do.
+    return next((part for part in parts if _is_parted(part, scope)), parts[0])
+
+
+def _is_parted(condition: str, scope: dict[str, Any]) -> bool:
+    """Whether a condition says of two names of the model's that they stand for one thing, and they don't."""
+    names = re.fullmatch(r"(L\[\S+) is (L\[\S+)(  # .*)?", condition)
+    if names is None:
+        return False
+    first, second = (eval(name, {"L": scope}) for name in names.groups()[:2])  # noqa: S307 - Dynamo's own source text
+    return first is not second
 
 
 @contextlib.contextmanager

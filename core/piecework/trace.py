@@ -80,7 +80,7 @@ class Assumptions:
         compared = re.fullmatch(rf"((?!.*___).*L\['{TARGET}'\].*) == .*", condition)  # no helper of Dynamo's
         expression = compared or re.search(rf"(L\['{TARGET}'\][\w.\[\]']*)", condition)
         now = ""
-        if expression is not None:
+        if expression is not None and " is L[" not in condition:
             try:
                 current = eval(expression[1], {"L": self.scope, "G": {}})  # noqa: S307 - Dynamo's own source text
                 now = f", now it is {_shown(current)}"
