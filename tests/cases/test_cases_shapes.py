@@ -372,7 +372,7 @@ def _strides(tensor: torch.Tensor) -> list[int]:
 
 def _results_of_many_layouts(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     y = demo.scale3(x * 2)
-    return y + x, y.t() * 2, torch.empty_like(x).copy_(y), y.unsqueeze(0) * 3, y @ y.new_ones(6, 3)
+    return y + x, y.t() * 2, torch.empty_like(x).copy_(y), y.unsqueeze(0) * 3, y @ y.new_ones(6, 4)
 
 
 def test_c23_layout_or_dtype_differs_on_a_later_call(way: Way) -> None:
