@@ -434,6 +434,18 @@ def test_two_dims_one_row_and_none() -> None:
         check_sizes(one, simple, 2, 1, 0, 1)
 
 
+def test_a_call_is_padded_whose_rows_nothing_reads(emulation: None) -> None:
+    """No input that is copied has rows, so that there is nothing to zero."""
+
+    def model(table: torch.Tensor, x: torch.Tensor) -> Any:
+        return table * table, x
+
+    call = compiled(model, {"x": 0}, capture_sizes=(4,), max_padding_ratio=4)
+    with counters.expect(num_graph_replays=3):
+        for n in (4, 2, 3):
+            check(call, model, rows(5), rows(n))
+
+
 # --- splitting ops ---
 
 

@@ -372,16 +372,20 @@ def _choosing_by(choices: CustomOpChoices, function: Callable[..., Any]) -> Call
 def _dynamo_as_is(target: Callable[..., Any]) -> Callable[..., Any]:
     """Return the target under ``torch.compile`` as it is, with a code object of its own.
 
-    Dynamo limits how often one code object is compiled, which many instances of a class would reach.
+    Dynamo limits how often one code object is compiled, which many instances of a class would reach. The target is
+    no global of that function: Dynamo does not look whether an argument is still the tensor that a global holds.
     """
-    namespace: dict[str, Any] = {"__builtins__": builtins, TARGET: target}
-    source: str = f"def forward(*args, **kwargs):\n    return {TARGET}(*args, **kwargs)\n"
+    namespace: dict[str, Any] = {"__builtins__": builtins}
+    source = (
+        f"def around({TARGET}):\n    def forward(*args, **kwargs):\n        return {TARGET}(*args, **kwargs)\n"
+        "    return forward\n"
+    )
     filename = "<piecework level 1>"
     exec(compile(source, filename, "exec"), namespace)
     # torch 2.11 puts a function of its own, whose code all would share, around one without a source.
     lines: list[str] = [*source.splitlines(True)]
     linecache.cache[filename] = (len(source), None, lines, filename)
-    return torch.compile(with_own_code(namespace["forward"]), backend=_WarningBackend(_backend()))
+    return torch.compile(with_own_code(namespace["around"](target)), backend=_WarningBackend(_backend()))
 
 
 class _WarningBackend:

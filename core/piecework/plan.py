@@ -158,7 +158,7 @@ class PlanFunctions:
         if self.results.bound_names:
             tensors = bound()
             namespace |= {name: tensors[node] for node, name in self.results.bound_names.items()}
-        namespace |= {"padding": padding, "zero_padding": internals.foreach_zero_}
+        namespace |= {"padding": padding, "zero_padding": internals.foreach_zero_ if padding else _leave}
         copied = tuple(sorted(memory.inputs))
         copy = self.copy_at_once([namespace[f"i{index}"] for index in copied])
         namespace["copy_inputs"] = None if copy is None else copy.function
@@ -201,6 +201,10 @@ def cut(tensor: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
         if length != tensor.size(dim):
             tensor = tensor.narrow(dim, 0, length)
     return tensor
+
+
+def _leave(padding: Sequence[torch.Tensor]) -> None:
+    """Zero nothing, where no input that is copied has rows to pad."""
 
 
 def padded_parts(tensor: torch.Tensor, size: Sequence[int]) -> list[torch.Tensor]:

@@ -520,9 +520,9 @@ def version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for a batch or a gradient level of ``torch.func``."""
-    return is_functorch_wrapped_tensor(tensor)
+def is_functorch_wrapped(value: Any) -> bool:
+    """Whether a value is a tensor that stands for a batch or a gradient level of ``torch.func``."""
+    return isinstance(value, torch.Tensor) and is_functorch_wrapped_tensor(value)
 
 
 def hooks_of_all_modules() -> tuple[Callable[..., Any], ...]:

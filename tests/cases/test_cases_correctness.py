@@ -190,6 +190,30 @@ def test_c07_one_tensor_twice_in_a_list_and_by_name(way: Way) -> None:
         check(call, total, parts, k=k)
 
 
+class _Holds(nn.Module):
+    kept: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(6))
+
+    def forward(self, bias: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.kept, demo.scale3(x + bias)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_c07_argument_that_is_a_buffer_of_the_model_at_one_call(level: int) -> None:
+    """Level 1, too, gives the buffer at later calls, and not what is passed in its place."""
+    model = _Holds()
+    call = Way(level, "eager").compile(model, dims={"x": 0})
+    with torch.no_grad():
+        for n, bias in ((4, torch.ones(6)), (5, model.kept), (4, torch.full((6,), 9.0)), (5, model.kept)):
+            x = torch.randn(n, 6)
+            kept, result = call(bias, x)
+            assert kept is model.kept
+            close(result, (x + bias) * 3)
+
+
 def test_c07_tensors_that_a_model_writes_to_must_not_be_one(way: Way) -> None:
     def writes(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         x.add_(1)

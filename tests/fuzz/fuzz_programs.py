@@ -430,6 +430,8 @@ def in_place(d: Draft) -> None:
     if len(value.shape) == 2:
         forms += ["{0}.t().mul_(0.5)"]
     forms += ["{0}.masked_fill_({0} > 1, 0.75)"]
+    if not value.name.isidentifier():  # An item or attribute, which `+=` assigns as well: limits.md, rebound-buffer.
+        forms.remove("{0} += 2")
     text = d.one_of(forms).format(value.name)
     d.line(text, "in-place", *(["in-place on a part"] if "[" in text else []))
     d.wrote(value)
@@ -443,6 +445,8 @@ def in_place_binary(d: Draft) -> None:
     if other is None:
         return
     form = d.one_of(("{0}.add_({1})", "{0}.copy_({1})", "{0} += {1}", "torch.add({1}, 1, out={0})", "{0}[:] = {1}"))
+    if "+=" in form and not value.name.isidentifier():
+        form = "{0}.add_({1})"
     if "out=" in form and value.memory in {v.memory for v in d.values if v.origin != "made"}:
         form = "{0}.copy_({1})"  # Torch can't trace an out= argument that is an input in every version.
     d.line(form.format(value.name, other.name), "in-place")
