@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import operator
 import runpy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +73,19 @@ class Miscompiling:
         return CompiledPiece(graph.forward)
 
 
+def shows(script: Path) -> None:
+    """Run a script that shows a departure in this process."""
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(script))
+    assert caught.value.code == 1
+
+
+def run_elsewhere(script: Path) -> tuple[int, str]:
+    """Run a script in a new process, in another folder; return its exit status and what it says."""
+    done = subprocess.run([sys.executable, script], cwd="/", capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout + done.stderr
+
+
 def test_a_miscompiled_op_is_named(own_cache: Path) -> None:
     before = torch.get_rng_state()
     with testing.plugins(Miscompiling()):
@@ -96,7 +112,7 @@ def test_the_script_shows_the_miscompiled_op_by_itself(capsys: pytest.CaptureFix
         found = piecework.verify(steps, (torch.randn(4, 6),), config=config(piece_compiler="miscompiling"))
         (departure,) = found.departures
         assert departure.script is not None
-        runpy.run_path(str(departure.script))
+        shows(departure.script)
     printed = capsys.readouterr().out
     assert "largest difference 0.0" in printed  # a hundredth of a sigmoid, times two
     assert "largest difference 0\n" not in printed
@@ -123,8 +139,7 @@ def test_a_stale_address_is_named(own_cache: Path) -> None:
         assert departure.op is not None
         assert "stale address" in str(found)
         assert departure.script is not None
-        compiled = runpy.run_path(str(departure.script))
-        assert not torch.equal(compiled["results"][0], compiled["by_itself"][0])
+        shows(departure.script)
 
 
 library = torch.library.Library("verify", "DEF")
@@ -153,10 +168,9 @@ def test_an_undeclared_mutation_is_named(splitting_ops: tuple[str, ...], capsys:
     assert departure.op is not None
     assert departure.op.startswith("verify::sneaky (")
     assert "argument 'out'" in str(departure.difference)
-    if splitting_ops:
-        assert departure.script is not None
-        runpy.run_path(str(departure.script))
-        assert "argument 1: changed" in capsys.readouterr().out
+    assert departure.script is not None
+    shows(departure.script)
+    assert str(departure.difference).strip() in capsys.readouterr().out
 
 
 def test_an_implementation_that_differs_from_its_op_is_named() -> None:
@@ -462,8 +476,12 @@ def test_command_fails_where_something_departs(program: Path) -> None:
     assert result.exit_code == 1, result.output
     report = json.loads(result.output)
     (departure,) = report["sizes"][0]["departures"]
-    assert departure["kind"] == "piece"
-    assert Path(departure["script"]).parent == program / "scripts"
+    assert (departure["kind"], departure["compiler"]) == ("piece", "wrong_code")
+    script = Path(departure["script"])
+    assert script.parent == program / "scripts"
+    status, output = run_elsewhere(script)  # It registers the plugin.
+    assert status == 1, output
+    assert "differs in" in output
 
 
 @pytest.mark.parametrize(
@@ -485,6 +503,150 @@ def test_command_refuses_what_it_can_not_read(program: Path, arguments: tuple[st
     result = run(*arguments)
     assert isinstance(result.exception, ConfigError)
     assert match in str(result.exception)
+
+
+# --- scripts in a process of their own ----------------------------------------------------------
+
+OPS = """
+import torch
+from piecework import SplittingOp
+
+
+def op(name, fake=torch.empty_like):
+    def define(function):
+        torch.library.custom_op(f"verified_ops::{name}", function, mutates_args=()).register_fake(fake)
+    return define
+
+
+@op("writes")
+def writes(x: torch.Tensor) -> torch.Tensor:
+    return x.mul_(2) + 1
+
+
+@op("wide", lambda x: torch.empty_like(x, dtype=torch.float64))
+def wide(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+@op("centred")
+def centred(x: torch.Tensor) -> torch.Tensor:
+    return x - x.mean(0)
+
+
+def other_centred(x):
+    return x - x.sum(0)
+
+
+def write(x: torch.Tensor) -> torch.Tensor:
+    return torch.ops.verified_ops.writes(x + 1) * 2
+
+
+def widen(x: torch.Tensor) -> torch.Tensor:
+    return torch.ops.verified_ops.wide(x + 1) * 2
+
+
+def centre(x: torch.Tensor) -> torch.Tensor:
+    return torch.ops.verified_ops.centred(x + 1) * 2
+"""
+
+
+@pytest.fixture
+def ops_of_program(program: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    (program / "verified_ops.py").write_text(OPS)
+    monkeypatch.syspath_prepend(str(program))
+    module = importlib.import_module("verified_ops")
+    yield module
+    del sys.modules["verified_ops"]
+
+
+@pytest.mark.parametrize(
+    ("splitting", "name", "model", "says"),
+    [
+        (True, "writes", "write", "wrote to argument 'x', which it declares that it only reads"),
+        (False, "writes", "write", "wrote to argument 'x', which it declares that it only reads"),
+        (True, "wide", "widen", "with dtype torch.float32, where its fake implementation gives torch.float64"),
+    ],
+)
+def test_the_script_of_an_op_runs_by_itself(
+    ops_of_program: Any, splitting: bool, name: str, model: str, says: str
+) -> None:
+    settings = config(splitting_ops=(f"verified_ops::{name}",) if splitting else (), piece_compiler="eager")
+    with testing.plugins():
+        found = piecework.verify(getattr(ops_of_program, model), (torch.randn(4, 6),), config=settings)
+    (departure,) = found.departures
+    assert departure.script is not None
+    status, output = run_elsewhere(departure.script)
+    assert status == 1, output
+    assert says in output
+
+
+@pytest.mark.parametrize("kind", ["rows", "implementation"])
+def test_the_script_of_an_op_calls_it_as_verify_did(ops_of_program: Any, tmp_path: Path, kind: str) -> None:
+    other = ops_of_program.other_centred if kind == "implementation" else None
+    op = SplittingOp("verified_ops::centred", implementation=other, rows_independent=kind == "rows")
+    with testing.plugins():
+        found = piecework.verify(
+            ops_of_program.centre, (torch.randn(4, 6),), config=config(splitting_ops=(op,), piece_compiler="eager")
+        )
+    (departure,) = found.departures
+    assert departure.kind == kind
+    assert departure.script is not None
+    status, output = run_elsewhere(departure.script)
+    assert status == 1, output
+    assert "differs in" in output
+    (tmp_path / "verified_ops.py").write_text(OPS.replace("x - x.mean(0)", "x * 3").replace("x - x.sum(0)", "x * 3"))
+    assert run_elsewhere(departure.script) == (0, "it does not show here\n")
+
+
+def test_a_script_says_what_it_lacks(program: Path) -> None:
+    wrong = SplittingOp("models::scale3", implementation=lambda x: x * 3.5)
+    with testing.plugins():
+        found = piecework.verify(
+            steps, (torch.randn(4, 6),), config=config(splitting_ops=(wrong,), piece_compiler="eager")
+        )
+    (departure,) = found.departures
+    assert departure.missing == ("import the implementation as `implementation`",)
+    assert "shows it (first import the implementation" in str(found)
+
+
+class Offset:
+    """A piece compiler that a script can't make: it was made with an argument."""
+
+    name = "offset"
+
+    def __init__(self, offset: float) -> None:
+        self.offset = offset
+
+    @piecework.hookimpl
+    def piecework_compile_piece(self, piece: Piece) -> CompiledPiece:
+        return CompiledPiece(lambda *given: [result + self.offset for result in piece.graph.forward(*given)])
+
+
+def test_a_script_does_not_pass_without_its_plugin() -> None:
+    with testing.plugins(Offset(1.0)):
+        found = piecework.verify(steps, (torch.randn(4, 6),), config=config(piece_compiler="offset"))
+    (departure,) = found.departures
+    text = str(found)
+    assert "(compiled by plugin 'offset')" in text
+    assert "shows it (first register the plugin 'offset')" in text
+    assert departure.script is not None
+    with testing.plugins(), pytest.raises(SystemExit, match="register the plugin 'offset' in this script first"):
+        runpy.run_path(str(departure.script))
+    with testing.plugins(Offset(1.0)):
+        shows(departure.script)
+
+
+def test_scripts_of_an_op_do_not_overwrite_each_other(ops_of_program: Any) -> None:
+    with testing.plugins():
+        found = piecework.verify(
+            ops_of_program.write,
+            (torch.randn(4, 6),),
+            [3, 4],
+            config=config(splitting_ops=("verified_ops::writes",), piece_compiler="eager"),
+        )
+    scripts = {departure.script for departure in found.departures}
+    assert len(scripts) == 2
+    assert all(script is not None and script.exists() for script in scripts)
 
 
 # --- on a card ----------------------------------------------------------------------------------

@@ -74,6 +74,7 @@ class PluginManager:
     def __init__(self) -> None:
         self._active: dict[str, PluginInfo] = {}
         self._absent: list[PluginInfo] = []
+        self._registered: dict[str, object] = {}
         self._implementations: list[Implementation] = []
         self._named: tuple[str, ...] = ()
         self._said_who_is_asked: set[str] = set()
@@ -148,8 +149,13 @@ class PluginManager:
             self._add(instantiate(plugin), origin, start)
         except PluginError as error:
             raise PluginError(f"{origin} {error}") from error.__cause__
+        self._registered[origin.name] = plugin
         self._arrange()
         return origin.name
+
+    def registered(self) -> dict[str, object]:
+        """Return what the program gave to ``register``, by name."""
+        return dict(self._registered)
 
     def _add(self, plugin: object, origin: Origin, start: float) -> None:
         """Take in a plugin only after all checks, so that a bad one leaves nothing behind."""

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import math
 import re
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,7 @@ from torch._dynamo.source import TensorProperty, TensorPropertySource
 from torch._dynamo.symbolic_convert import tls as dynamo_threads
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._guards import TracingContext, tracing
+from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -486,6 +488,18 @@ def op_called_in(frame: FrameType) -> str | None:
 
 
 _CALLS_OF_OPS = {torch._ops.OpOverload.__call__.__code__, torch._ops.OpOverloadPacket.__call__.__code__}
+
+
+def module_of_op(name: str) -> str | None:
+    """Return the module whose Python code registered ``"ns::op"``; None where that can't be told, as for one of C++."""
+    defined = OPDEFS.get(name)
+    if defined is not None:
+        return defined._init_fn.__module__
+    told = re.search(r"^debug: registered at (.*):\d+$", torch._C._dispatch_dump(name), re.MULTILINE)
+    if told is None:
+        return None
+    modules = list(sys.modules.items())
+    return next((known for known, module in modules if getattr(module, "__file__", None) == told[1]), None)
 
 
 def overload_name(overload: OpOverload) -> str:

@@ -18,6 +18,7 @@ import torch
 from piecework import torch_internals as internals
 from piecework.config import CompilationConfig
 from piecework.pieces import Piece
+from piecework.tools.origins import imports_of_ops
 
 MAX_NUMBERS_IN_SCRIPT = 256
 """Of one tensor; larger ones lie in a file beside the script."""
@@ -50,7 +51,8 @@ piece = Piece()
 config = piecework.CompilationConfig({settings})
 
 torch.manual_seed(1)
-by_itself = run_piece(*inputs())
+given = inputs()
+by_itself = run_piece(*given)
 print("by itself:", [tuple(getattr(value, "shape", ())) for value in by_itself])
 compiled = {compiled}
 torch.manual_seed(1)
@@ -60,7 +62,15 @@ for number, (result, reference) in enumerate(zip(results, by_itself, strict=True
     if isinstance(result, torch.Tensor) and result.numel():
         difference = (result.double() - reference.double()).abs().max().item()
         print(f"result {{number}}: largest difference {{difference:.3g}}")
-'''
+{verdict}'''
+
+_VERDICT = """
+found = first_difference([*results], [*by_itself], "result", {tolerance}) or first_difference(
+    values, given, "input afterwards", {tolerance}
+)
+print(found or "it does not show here")
+sys.exit(1 if found else 0)
+"""
 
 _CAPTURED = """for value in values:
     value.zero_()
@@ -84,11 +94,15 @@ class Given:
         args: one value for each input of the piece.
         are_random: they are what ``random_inputs`` returns, so that the script can make them.
         is_captured: the script captures that size on zeros, and replays it on the arguments.
+        imports: Python that registers the ops and plugins that the script needs.
+        tolerance: of ``verify``, as Python; the script exits with 1 where results differ by more.
     """
 
     args: Sequence[Any]
     are_random: bool = False
     is_captured: bool = False
+    imports: Sequence[str] = ()
+    tolerance: str = "Tolerance()"
 
 
 def random_inputs(args: Sequence[Any]) -> list[Any]:
@@ -128,8 +142,7 @@ def write_repro(
         OSError: the folder can't be written to.
     """
     arguments = _Arguments(piece, given)
-    is_captured = given is not None and given.is_captured
-    text = _script(piece, error, config or CompilationConfig(), arguments, is_captured=is_captured)
+    text = _script(piece, error, config or CompilationConfig(), arguments, given)
     path = folder / f"{re.sub('[^0-9A-Za-z]+', '_', piece.name)}_{piece.key[:12]}.py"
     if arguments.stored:
         write_whole(path.with_suffix(".pt"), lambda file: torch.save(arguments.stored, file))
@@ -160,23 +173,31 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _script(
-    piece: Piece, error: BaseException | str, config: CompilationConfig, arguments: _Arguments, *, is_captured: bool
+    piece: Piece,
+    error: BaseException | str,
+    config: CompilationConfig,
+    arguments: _Arguments,
+    given: Given | None,
 ) -> str:
+    is_captured = given is not None and given.is_captured
     code = _GraphCode()
     code.add("Piece", piece.graph)
     settings = _settings(config)
     if is_captured:
         settings |= {"capture_sizes": f"({arguments.size!r},)", "capturer": repr(config.capturer)}
-    imports = [*sorted(code.imports), *_notes_on_ops(piece.graph)]
+    imports = [*sorted(code.imports), *(imports_of_ops(piece.graph).lines if given is None else given.imports)]
+    if given is not None:
+        imports = ["import sys", "from piecework.tools.verify.comparing import Tolerance, first_difference", *imports]
     if arguments.stored:
         imports = ["from pathlib import Path", *imports]
     return _TEMPLATE.format(
         how="captured" if is_captured else "compiled",
         whose=arguments.whose,
         captured=_CAPTURED if is_captured else "",
+        verdict="" if given is None else _VERDICT.format(tolerance=given.tolerance),
         name=piece.name,
         error=str(error).replace("\\", "\\\\").replace('"""', "'''"),
-        imports="\n".join(imports),
+        imports="\n".join(dict.fromkeys(imports)),
         classes="\n\n".join(code.classes),
         inputs="\n".join(f"        {text}," for text in arguments.tensors.values()),
         parameters=", ".join(arguments.tensors),
@@ -198,17 +219,6 @@ def _settings(config: CompilationConfig) -> dict[str, str]:
     except (ValueError, SyntaxError):  # an option that is an object
         return settings
     return settings | {"plugin_options": options}
-
-
-def _notes_on_ops(graph: torch.fx.GraphModule) -> list[str]:
-    modules = [module for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
-    targets = [str(node.target) for module in modules for node in module.graph.nodes if _is_op(node.target)]
-    namespaces = sorted({target.partition(".")[0] for target in targets} - {"aten", "prims", "higher_order"})
-    return [f"# Import here what registers the ops of torch.ops.{namespace}." for namespace in namespaces]
-
-
-def _is_op(target: Any) -> bool:
-    return isinstance(target, (internals.OpOverload, internals.OpOverloadPacket))
 
 
 class _GraphCode:

@@ -21,6 +21,7 @@ from piecework.piece_checks import FirstCall
 from piecework.pieces import SplittingOp
 from piecework.split import EagerStep, PieceStep, SplitGraph
 from piecework.tools.verify.comparing import Difference
+from piecework.torch_internals import OpOverload
 
 Run = Callable[..., Sequence[Any]]
 
@@ -83,6 +84,25 @@ def with_ops(split: SplitGraph, made: Callable[[Node, SplittingOp], Callable[...
 
 
 @dataclass(frozen=True)
+class OtherRows:
+    """A call with another last row, after which a row before it is another, too.
+
+    Attributes:
+        args: of that call.
+        kwargs: the same by keyword.
+        index: which tensor departs, among those in the arguments and the result.
+        dim: along which rows lie there.
+        num_rows: of the call.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    index: int
+    dim: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
 class Finding:
     """Something that is wrong at one step of a chain.
 
@@ -96,6 +116,9 @@ class Finding:
         node: the op, where it is known.
         args: copies of what the step was called with, before it ran; None where they are not known.
         kwargs: the same by keyword.
+        overload: the op, where it has one.
+        implementation: the function that a ``SplittingOp`` names.
+        other_rows: the second call of ``"rows"``.
     """
 
     kind: str
@@ -106,6 +129,9 @@ class Finding:
     node: Node | None = None
     args: tuple[Any, ...] | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    overload: OpOverload | None = None
+    implementation: Callable[..., Any] | None = None
+    other_rows: OtherRows | None = None
 
     @property
     def op_name(self) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from piecework.pieces import EAGER, PieceRun, SplittingOp
 from piecework.run import straight_line, whole_graph
 from piecework.split import PieceStep, SplitGraph
 from piecework.tools.verify.calls import Kept, random_numbers_put_back, random_state
-from piecework.tools.verify.chains import Finding, Run, function_of, pieces_of, with_ops
+from piecework.tools.verify.chains import Finding, OtherRows, Run, function_of, pieces_of, with_ops
 from piecework.tools.verify.comparing import EXACT, Difference, Tolerance, clone, first_difference
 
 
@@ -66,9 +67,10 @@ class Reference:
             expected = {"result": clone(list(reference)), **kept.changed()}
             problem = checker.problem
             if problem is not None:
-                node, text = problem
+                node = problem.node
+                assert node is not None
                 where = f"{op_name(node) or node.target} in {step.name}{line_of(node)}"
-                self.findings.append(Finding("declaration", where, Difference("", text), index, (), node, before))
+                self.findings.append(replace(problem, place=where, piece=index))
             elif (difference := _difference(compiled, expected, self.tolerance)) is not None:
                 if first_difference(random_state(self.device), state, "", EXACT) is not None:
                     self.random_pieces.append(step.name)
@@ -87,6 +89,7 @@ class Reference:
                 return function(*args, **kwargs)
             self.num_ops += 1
             before = clone(args), clone(kwargs)
+            called = Finding("", "", Difference("", ""), None, (), node, *before, overload)
             name = f"{op_name(node) or node.target}{line_of(node)}"
             other: dict[str, Any] | None = None
             kept = Kept({f"its argument {i}": tensor for i, tensor in enumerate(tensors_in((args, kwargs)))})
@@ -98,18 +101,17 @@ class Reference:
             result, problems = checked_call(function, overload, args, kwargs)
             if problems:
                 text = "; ".join(problems)
-                self.findings.append(Finding("declaration", name, Difference("", text), None, (), node, *before))
+                self.findings.append(replace(called, kind="declaration", place=name, difference=Difference("", text)))
             elif other is not None:
                 expected = {"result": clone([result]), **kept.changed()}
                 difference = _difference(other, expected, self.tolerance)
                 if difference is not None:
-                    finding = Finding(
-                        "implementation", f"the implementation of {name}", difference, None, (), node, *before
-                    )
-                    self.findings.append(finding)
+                    found = replace(called, kind="implementation", implementation=op.implementation)
+                    place = f"the implementation of {name}"
+                    self.findings.append(replace(found, place=place, difference=difference))
             if op.rows_independent and not self.findings:
                 for dim in self.inputs.sizes.dims:
-                    self.check_rows(dim, node, function, before, (args, kwargs, result))
+                    self.check_rows(dim, called, function, (args, kwargs, result))
             return result
 
         return run
@@ -117,30 +119,31 @@ class Reference:
     def check_rows(
         self,
         dim: str,
-        node: Node,
+        called: Finding,
         function: Callable[..., Any],
-        before: tuple[tuple[Any, ...], dict[str, Any]],
         after: tuple[tuple[Any, ...], dict[str, Any], Any],
     ) -> None:
         """Run an op whose rows are declared independent with another last row, and look at all rows before it.
 
         Args:
             dim: the named dim that rows lie along.
-            node: the op.
+            called: the op, and its arguments as they were.
             function: runs it.
-            before: its arguments, as they were.
             after: these after a run, and the result.
         """
+        node = called.node
+        assert node is not None
         number = dict(zip(self.inputs.sizes.dims, self.given[-len(self.inputs.sizes.dims) :], strict=True))[dim]
         fakes = (*map_arg((node.args, node.kwargs), lambda arg: self.split.effects.values[arg]), None)
         rows = [self.row_dims(fake, dim) for fake in tensors_in(fakes)]
         if number < 2 or not any(rows):
             return
-        other = clone(before)
+        other = clone((called.args, dict(called.kwargs)))
         for tensor, dims in zip(tensors_in(other), rows, strict=True):
             for row_dim in dims:
                 last, first = tensor.select(row_dim, number - 1), tensor.select(row_dim, 0)
                 last.copy_(1 - 2 * first if tensor.is_floating_point() else first)
+        given = clone(other)
         state = random_state(self.device)
         result = function(*other[0], **other[1])
         if first_difference(random_state(self.device), state, "", EXACT) is not None:
@@ -154,7 +157,9 @@ class Reference:
                 difference = first_difference(head, wanted, what, self.tolerance)
                 if difference is not None:
                     name = f"{op_name(node) or node.target}{line_of(node)}"
-                    self.findings.append(Finding("rows", name, difference, None, (), node, *before))
+                    again = OtherRows(given[0], given[1], index, row_dim, number)
+                    found = replace(called, kind="rows", place=name, difference=difference, other_rows=again)
+                    self.findings.append(found)
                     return
 
     def row_dims(self, fake: torch.Tensor, name: str) -> list[int]:
@@ -215,7 +220,7 @@ class _Declarations(Interpreter):
 
     def __init__(self, graph: GraphModule) -> None:
         super().__init__(graph, garbage_collect_values=False)
-        self.problem: tuple[Node, str] | None = None
+        self.problem: Finding | None = None
         self.node: Node | None = None
 
     def run_node(self, n: Node) -> Any:
@@ -231,9 +236,11 @@ class _Declarations(Interpreter):
         overload: Any = target
         if isinstance(target, internals.OpOverloadPacket):
             overload = getattr(target, internals.called_overload(target, args, kwargs) or "default")
+        before = clone(args), clone(kwargs)
         result, problems = checked_call(function, overload, args, kwargs)
         if problems:
-            self.problem = self.node, "; ".join(problems)
+            difference = Difference("", "; ".join(problems))
+            self.problem = Finding("declaration", "", difference, None, (), self.node, *before, overload)
         return result
 
 

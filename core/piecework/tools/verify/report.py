@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from piecework.config_checks import CompilationLevel, Size
+from piecework.pieces import EAGER
 from piecework.tools.verify.comparing import Difference
 
 MEANINGS = {
@@ -34,7 +35,10 @@ class Departure:
         difference: how its result departs.
         op: the first op that departs, with the user's line; None where none can be told.
         op_difference: how that one's result departs.
-        script: shows it by itself; None where it takes the whole model.
+        script: shows it by itself, and exits with 1 where it does; None where it takes the whole model.
+        missing: what has to be added to the script by hand first.
+        compiler: the plugin that compiled the piece; None where that is not what departs.
+        moved: parameters and buffers whose memory is elsewhere than at the capture, where the answer is what departs.
     """
 
     kind: str
@@ -43,17 +47,33 @@ class Departure:
     op: str | None = None
     op_difference: Difference | None = None
     script: Path | None = None
+    missing: tuple[str, ...] = ()
+    compiler: str | None = None
+    moved: tuple[str, ...] = ()
 
     @property
     def lines(self) -> list[str]:
         """Return it line by line."""
         found = [f"{self.place}: {str(self.difference).strip()}"]
-        if self.op is not None:
-            found.append(f"  first op: {self.op}: {str(self.op_difference or '').strip()}")
-        found.append(f"  {MEANINGS[self.kind]}")
+        if self.op is not None and self.op_difference is not None:
+            found.append(f"  first op: {self.op}: {str(self.op_difference).strip()}")
+        found.append(f"  {self.meaning}")
         if self.script is not None:
-            found.append(f"  python {self.script} shows it")
+            first = f" (first {' and '.join(self.missing)})" if self.missing else ""
+            found.append(f"  python {self.script} shows it{first}")
         return found
+
+    @property
+    def meaning(self) -> str:
+        """Return what it says of the model."""
+        by = "" if self.compiler in (None, EAGER) else f" (compiled by plugin {self.compiler!r})"
+        if not self.moved:
+            return f"{MEANINGS[self.kind]}{by}"
+        names, verb = ", ".join(self.moved), "lies" if len(self.moved) == 1 else "lie"
+        return (
+            f"each step is right by itself, and so is a new capture; captures that are stale answer the call: {names} "
+            f"{verb} elsewhere in memory than at the capture; write to it in place (copy_), or call piecework.release"
+        )
 
 
 @dataclass(frozen=True)

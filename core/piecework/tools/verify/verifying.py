@@ -33,7 +33,7 @@ from piecework.tools.verify.comparing import EXACT, Difference, Tolerance, clone
 from piecework.tools.verify.reference import Reference, WholeReference, op_by_op
 from piecework.tools.verify.replays import Replays
 from piecework.tools.verify.report import Departure, SizeVerification, Verification
-from piecework.tools.verify.scripts import key_of_graph, script_of_op, script_of_piece
+from piecework.tools.verify.scripts import Script, key_of_graph, script_of_op, script_of_piece
 from piecework.tools.verify.uncaptured import Uncaptured
 
 
@@ -317,7 +317,8 @@ class _Verifier:
         """
         departure = Departure(finding.kind, finding.place, finding.difference)
         if finding.kind in ("declaration", "implementation", "rows"):
-            return replace(departure, op=finding.op_name, script=script_of_op(finding, self.folder))
+            script = script_of_op(finding, self.tolerance, self.folder, program=self.program)
+            return replace(_with_script(departure, script), op=finding.op_name)
         if len(finding.pieces) != 1 or finding.args is None:
             return departure
         make = self.recompiled(finding, given) if finding.kind == "piece" else self.recaptured()
@@ -329,11 +330,38 @@ class _Verifier:
             return departs(graph, args, make, self.tolerance) is not None
 
         assert self.forward.settings is not None
-        piece = replace(self.piece(finding), graph=graph)
-        script = script_of_piece(piece, finding, wrong, self.forward.settings.config, self.folder, shows=shows)
-        if wrong is None:
-            return replace(departure, script=script)
-        return replace(departure, op=wrong.name, op_difference=wrong.difference, script=script)
+        compiler, config = self.compiler(finding), self.forward.settings.config
+        script = script_of_piece(
+            replace(self.piece(finding), graph=graph),
+            finding,
+            wrong,
+            config if finding.kind == "capture" else config.model_copy(update={"piece_compiler": compiler}),
+            self.folder,
+            shows=shows,
+            tolerance=self.tolerance,
+            plugins=self.plugins(finding),
+            program=self.program,
+        )
+        departure = _with_script(replace(departure, compiler=compiler), script)
+        return departure if wrong is None else replace(departure, op=wrong.name, op_difference=wrong.difference)
+
+    @property
+    def program(self) -> str | None:
+        """Return the module that the user's model is written in."""
+        return getattr(self.forward.target, "__module__", None)
+
+    def compiler(self, finding: Finding) -> str:
+        """Return the name of the plugin that compiled the piece of a finding."""
+        assert self.forward.compiled is not None
+        assert finding.piece is not None
+        return by_place(self.forward.compiled.unique)[finding.piece].run.compiler
+
+    def plugins(self, finding: Finding) -> list[str]:
+        """Return the names of the plugins that a script about a piece needs."""
+        assert self.forward.compiled is not None
+        plans = self.forward.compiled.plans
+        capturer = [plans.pool.plugin] if finding.kind == "capture" and plans is not None else []
+        return [self.compiler(finding), *capturer]
 
     def piece(self, finding: Finding) -> Piece:
         """Return the piece of a finding, over the sizes of the place where it stands."""
@@ -371,6 +399,10 @@ class _Verifier:
         plans = compiled.plans
         assert plans is not None
         return lambda graph: _captured(graph, plans)
+
+
+def _with_script(departure: Departure, script: Script | None) -> Departure:
+    return departure if script is None else replace(departure, script=script.path, missing=script.missing)
 
 
 def _captured(graph: GraphModule, plans: Plans) -> Callable[..., Sequence[Any]]:
