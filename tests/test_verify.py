@@ -268,6 +268,20 @@ def test_what_a_model_writes_is_compared_and_put_back() -> None:
     assert model.total.tolist() == [4.0] * 6
 
 
+def test_a_weight_that_moved_is_named() -> None:
+    model, x = nn.Sequential(*(nn.Linear(6, 6) for _ in range(12))), torch.randn(4, 6)
+    settings = config(piece_compiler="eager", capture_sizes=(4,))
+    with testing.plugins(), torch.no_grad():
+        call = piecework.compile(model, config=settings, dynamic_arg_dims={"input": 0})
+        for _ in range(3):
+            call(x)  # Each looks at a few addresses, and those of the last layer come later.
+        model[11].weight.data = torch.randn(6, 6)
+        found = piecework.verify(call, (x,))
+    (departure,) = found.departures
+    assert (departure.kind, departure.moved) == ("call", ("11.weight",))
+    assert "11.weight lies elsewhere in memory than at the capture" in str(found)
+
+
 class ForgettingBuffers:
     """A piece compiler whose code loses what a piece writes to its inputs."""
 
@@ -315,7 +329,9 @@ def test_compiled_code_that_raises_is_named() -> None:
             steps, (torch.randn(4, 6),), config=config(piece_compiler="raising", on_failure="eager")
         )
     (departure,) = found.departures
+    assert "answered by an error: PluginError" in str(found) or "answered by an error: ZeroDivision" in str(found)
     assert "ZeroDivisionError: planned" in str(found)
+    assert "answer and eager" not in str(found)
     assert departure.kind in ("call", "piece")
 
 
@@ -488,6 +504,8 @@ def test_command_fails_where_something_departs(program: Path) -> None:
     ("arguments", "match"),
     [
         (("nowhere", "--inputs", "verified_program:example"), "MODEL must be MODULE:NAME"),
+        (("verified_program:make_model", "--inputs", "verified_program:example"), "did you mean --make"),
+        (("verified_program:Wrong", "--inputs", "verified_program:example"), "did you mean --make"),
         (("no_such_module:model", "--inputs", "verified_program:example"), "No module named 'no_such_module'"),
         (("verified_program:modl", "--inputs", "verified_program:example"), "did you mean 'model'"),
         (("verified_program:model", "--inputs", "verified_program:example", "--size", "four"), "--size takes numbers"),
@@ -644,6 +662,11 @@ def test_scripts_of_an_op_do_not_overwrite_each_other(ops_of_program: Any) -> No
             [3, 4],
             config=config(splitting_ops=("verified_ops::writes",), piece_compiler="eager"),
         )
+    text = str(found)
+    assert text.count("looked at 1 piece and 1 splitting op before it stopped") == 2
+    assert "sizes 3, 4:\n" in text
+    assert text.count("wrote to argument 'x'") == 1
+    assert "first op" not in text
     scripts = {departure.script for departure in found.departures}
     assert len(scripts) == 2
     assert all(script is not None and script.exists() for script in scripts)

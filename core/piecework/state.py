@@ -221,6 +221,10 @@ class BoundState:
                 self.watch.changed = True
             return problem
 
+    def moved(self) -> list[str]:
+        """Return the tensors whose memory is elsewhere than when code was bound to them."""
+        return [readable(b.source).removeprefix("self.") for b in self.bindings if b.address_now != b.address]
+
     def rebind(self) -> str | None:
         """Bind to the tensors that the model has now; return what differs from the traced ones."""
         replaced = False

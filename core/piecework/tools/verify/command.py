@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from inspect import isfunction, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,6 +62,8 @@ def verify_command(
         target, arguments = _named(model, "MODEL"), _named(inputs, "--inputs")
         if make:
             target = target()
+        elif isinstance(target, type) or (isfunction(target) and not signature(target).parameters):
+            raise ConfigError(f"MODEL: {model} takes no inputs of a call: {target!r}; did you mean --make?")
         with _plugins(plugins or ()).in_use():
             found = verify(
                 target,

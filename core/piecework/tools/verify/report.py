@@ -23,6 +23,8 @@ MEANINGS = {
     "sum": "no step departs by itself; small differences of all steps add up to more than the tolerance",
 }
 """What each kind of departure says."""
+BEFORE_CAPTURES = ("declaration", "implementation", "rows", "piece")
+"""Kinds that are found while pieces and ops are looked at, where it ends with the first."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class Departure:
         names, verb = ", ".join(self.moved), "lies" if len(self.moved) == 1 else "lie"
         return (
             f"each step is right by itself, and so is a new capture; captures that are stale answer the call: {names} "
-            f"{verb} elsewhere in memory than at the capture; write to it in place (copy_), or call piecework.release"
+            f"{verb} elsewhere in memory than at the capture; write to it in place (copy_), or compile with "
+            "check_parameters='always'"
         )
 
 
@@ -91,6 +94,7 @@ class SizeVerification:
             compared, nor can their captures and the answer to the call.
         largest: the largest difference between the answer and eager's, whatever the tolerance; None where they are
             equal bit by bit.
+        is_error: the call raised, so that there is no answer to compare.
     """
 
     size: Size | None
@@ -101,6 +105,34 @@ class SizeVerification:
     num_graphs: int = 0
     random_pieces: tuple[str, ...] = ()
     largest: Difference | None = None
+    is_error: bool = False
+
+    @property
+    def what_departs(self) -> list[tuple[str, str, str | None, tuple[str, ...]]]:
+        """Return what is the same of a departure at several sizes."""
+        return [(one.kind, one.place, one.op, one.moved) for one in self.departures]
+
+    @property
+    def looked_at(self) -> str:
+        """Return in words what was compared."""
+        pieces, ops = _number(self.num_pieces, "piece"), _number(self.num_ops, "splitting op")
+        if any(one.kind in BEFORE_CAPTURES for one in self.departures):
+            return f"looked at {pieces} and {ops} before it stopped"
+        return f"{pieces}, {ops}, {_number(self.num_graphs, 'graph')} compared"
+
+    @property
+    def apart(self) -> str:
+        """Return in words how far the answer is from eager; nothing where there is none."""
+        if self.is_error:
+            return ""
+        if self.largest is None:
+            return "; answer and eager: equal"
+        apart = self.largest.largest
+        return f"; answer and eager: {str(self.largest) if apart is None else f'apart by {apart:.3g}'}"
+
+
+def _number(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 @dataclass(frozen=True)
@@ -125,12 +157,14 @@ class Verification:
         level = "no level yet" if self.level is None else f"level {self.level.value}"
         lines = [f"{self.owner} at {level}: {'right' if self.is_right else 'WRONG'}"]
         for one in self.sizes:
-            what = f"{one.num_pieces} pieces, {one.num_ops} splitting ops, {one.num_graphs} graphs compared"
-            apart = "equal" if one.largest is None else f"apart by {one.largest.largest or 0:.3g}"
             size = "the inputs as given" if one.size is None else f"size {one.size}"
-            lines.append(f"{size}: answered by {one.answered_by}; {what}; answer and eager: {apart}")
+            lines.append(f"{size}: answered by {one.answered_by}; {one.looked_at}{one.apart}")
             if one.random_pieces:
                 names = ", ".join(one.random_pieces)
                 lines.append(f"  not compared: {names} (other random numbers), captures, and the answer to the call")
-            lines += [f"  {line}" for departure in one.departures for line in departure.lines]
+            same = [other for other in self.sizes if one.departures and other.what_departs == one.what_departs]
+            if len(same) > 1 and same[-1] is one:  # Once for all sizes that depart there, as at the first of them.
+                lines.append(f"sizes {', '.join(str(other.size) for other in same)}:")
+            if not same or same[-1] is one:
+                lines += [f"  {line}" for departure in (same or [one])[0].departures for line in departure.lines]
         return "\n".join(lines)

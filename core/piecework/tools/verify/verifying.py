@@ -137,10 +137,11 @@ class _Verifier:
             stack.callback(kept.put_back)
             self.device = next((t.device for t in kept.tensors.values() if t.device.type != "cpu"), torch.device("cpu"))
             eager = self.outcome(kept, lambda: self.forward.original(*call.args, **call.kwargs))
-            before = self.answered()
+            before, moved = self.answered(), self.moved()
             answer = self.answer(call, kept)
             self.level = self.forward.level
-            by = "an error" if answer.error is not None else self.who_answered(before)
+            error = answer.error
+            by = self.who_answered(before) if error is None else f"an error: {type(error).__name__}: {error}"
             departure, counts = self.departure(call, kept, eager, answer)
             is_comparable = not counts.random_pieces or answer.error is not None
             if (
@@ -150,9 +151,12 @@ class _Verifier:
             ):
                 kind = "sum" if counts.num_pieces and answer.error is None else "call"
                 departure = Departure(kind, "the answer to the call", difference)
-            largest = first_difference(answer.result, eager.result, "the result", EXACT)
+            largest = None if error is not None else first_difference(answer.result, eager.result, "the result", EXACT)
+            if departure is not None and departure.kind == "call":
+                departure = replace(departure, moved=moved)
             found = () if departure is None else (departure,)
-            return replace(counts, size=call.size, answered_by=by, departures=found, largest=largest)
+            is_error = error is not None
+            return replace(counts, size=call.size, answered_by=by, departures=found, largest=largest, is_error=is_error)
 
     # Runs.
 
@@ -165,6 +169,10 @@ class _Verifier:
         if self.forward.compiled is not None:
             state |= {binding.source: binding.tensor for binding in self.forward.compiled.state.bindings}
         return state
+
+    def moved(self) -> tuple[str, ...]:
+        """Return the parameters and buffers whose memory is elsewhere than captures read it."""
+        return () if self.forward.compiled is None else tuple(self.forward.compiled.state.moved())
 
     def outcome(self, kept: Kept, run: Callable[[], Any]) -> _Outcome:
         """Run something once; all memory is as before afterwards."""
