@@ -59,6 +59,8 @@ class Pool:
             CaptureError: nobody captures here now.
             PluginError: a plugin failed, as where the device can't be used in a forked process.
         """
+        if not self.is_inherited:  # Without the lock: who holds it may wait for this thread.
+            return
         with self.lock:
             if not self.is_inherited:
                 return
