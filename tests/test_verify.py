@@ -523,6 +523,17 @@ def test_command_refuses_what_it_can_not_read(program: Path, arguments: tuple[st
     assert match in str(result.exception)
 
 
+@pytest.mark.parametrize("status", [0, 3])
+@pytest.mark.parametrize("where", ["module", "forward"])
+def test_command_passes_no_program_that_ends_itself(program: Path, status: int, where: str) -> None:
+    ends = f"import sys; sys.exit({status})"
+    text = ends if where == "module" else f"def model(x):\n    {ends}"
+    (program / f"ends_by_{status}_in_{where}.py").write_text(text)
+    result = run(f"ends_by_{status}_in_{where}:model", "--inputs", "verified_program:example", *EAGER)
+    assert isinstance(result.exception, ConfigError)
+    assert f"ended the program by sys.exit({status})" in str(result.exception)
+
+
 # --- scripts in a process of their own ----------------------------------------------------------
 
 OPS = """

@@ -75,6 +75,9 @@ def verify_command(
                 atol=atol,
                 folder=folder,
             )
+    except SystemExit as error:  # Else its status would be taken for what was found.
+        text = f"{model} or {inputs} ended the program by sys.exit({error.code!r}) before anything was found"
+        raise ConfigError(f"{text}; keep what runs a program under `if __name__ == '__main__'`") from error
     finally:
         sys.path.remove(folder_here)
     typer.echo(_as_json(found) if as_json else str(found))
