@@ -198,7 +198,7 @@ def test_off_the_code_its_names_and_the_steps_are_as_if_there_were_no_such_mode(
         plan = plans_of(call).plans[2]
         first, op, last = plan.recording.steps
         assert [first, last] == replays
-        assert op.func == ops.attn.default._op  # type: ignore[attr-defined]
+        assert op.func == ops.attn.default._op  # pyright: ignore[reportFunctionMemberAccess] - a partial
         assert plan.recording.checks is None
         assert plans_of(call).functions[2].__code__.co_filename == "<piecework plan of attend>"
         replays.clear()

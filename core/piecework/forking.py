@@ -1,6 +1,6 @@
-"""What a child made by ``os.fork`` begins anew: locks of threads that it does not have, counts, and captures.
+"""What a child made by ``os.fork`` begins anew: locks of threads that it does not have, and captures.
 
-It keeps the rest: plugins, settings, traces and compiled code.
+Counters begin anew by ``counting.py``. It keeps the rest: plugins, settings, traces and compiled code.
 """
 
 from __future__ import annotations

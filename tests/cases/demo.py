@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from piecework import SplittingOp
 
@@ -47,3 +48,14 @@ ATTN_TOK = SplittingOp("demo::attn_tok", rows_independent=True)
 OPS = (ATTN, SCALE3, PAIR, UPDATE, ATTN_TOK)
 attn, scale3, pair = torch.ops.demo.attn, torch.ops.demo.scale3, torch.ops.demo.pair
 update, attn_tok = torch.ops.demo.update, torch.ops.demo.attn_tok
+
+
+class Scaled(nn.Module):
+    """A linear layer before a cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return scale3(self.l(x)) + 1

@@ -8,24 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import demo
+from demo import Scaled
 from dists import ROOT, run_child
 from piecework import counters, testing
 from ways import CUDA_WAYS, Way, check
 
 CUDA_CAPTURED = [way for way in CUDA_WAYS if way.is_captured]
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="the case is about two CUDA devices")
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.l = nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return demo.scale3(self.l(x)) + 1
 
 
 # --- C59 ---
@@ -91,6 +82,7 @@ import datetime, sys
 import torch, torch.distributed as dist
 import torch.multiprocessing as mp
 import piecework
+from demo import Scaled
 from piecework import SplittingOp, hookimpl, testing
 from ways import Way
 
@@ -135,7 +127,7 @@ def work(rank, path, fails, results):
             for n in (4, 2, 3, 4):
                 try:
                     y = call(torch.full((n, 6), rank + 1.0))
-                except Exception as error:
+                except Exception as error:  # Whichever it is, the parent looks at it.
                     results.put((rank, type(error).__name__))
                     return
                 results.put((rank, y.shape == (n, 6) and bool((y == 14).all())))

@@ -15,18 +15,10 @@ from torch import nn
 
 import demo
 import piecework
+from demo import Scaled
 from piecework import CompilationConfig, ConfigError, counters, ignore_torch_compile, support_torch_compile
 from piecework.api import forward_of
 from ways import EAGER_WAY, Way, check, close
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.l = nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return demo.scale3(self.l(x)) + 1
 
 
 @support_torch_compile
