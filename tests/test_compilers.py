@@ -27,6 +27,7 @@ from piecework import (
     hookimpl,
 )
 from piecework.testing import plugins
+from piecework.tools import origins
 from split_models import FailsAt, Recorder, compiled_by, ops, rows
 
 
@@ -416,9 +417,17 @@ def test_repro_script_keeps_the_options_of_the_plugin(own_cache: Path) -> None:
     assert CompilationConfig(plugin_options=options).plugin_options == options
 
 
-def test_names_of_other_ops_are_noted(own_cache: Path) -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.cutlib.twice(x) + 1
+def cut_model(x: torch.Tensor) -> torch.Tensor:
+    return torch.ops.cutlib.twice(x) + 1
 
-    script = failed_script(model, own_cache, rows(4), cuts=models.CUTS)
-    assert "# Import here what registers the ops of torch.ops.cutlib." in script.read_text()
+
+def test_repro_script_imports_what_registers_its_ops(own_cache: Path) -> None:
+    script = failed_script(cut_model, own_cache, rows(4), cuts=models.CUTS)
+    assert "torch.ops.cutlib.twice" in script.read_text()
+    assert "largest difference 0" in run_script(script)
+
+
+def test_repro_script_says_which_import_it_lacks(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(origins.internals, "module_of_op", lambda name: None)  # As for an op that C++ registered.
+    script = failed_script(cut_model, own_cache, rows(4), cuts=models.CUTS)
+    assert "# Import here what registers cutlib::twice." in script.read_text()
