@@ -161,6 +161,26 @@ def test_op_that_gives_something_else_than_its_fake_is_named_before_compiled_cod
         )
 
 
+torch.library.define("cut::turned", "(Tensor x) -> Tensor")
+torch.library.impl("cut::turned", "CompositeExplicitAutograd", lambda x: (3 * x).t().contiguous().t())
+torch.library.register_fake("cut::turned", lambda x: torch.empty_like(x))
+
+
+@pytest.mark.parametrize("piece_compiler", ["changes", "inductor"])
+def test_op_with_other_strides_than_its_fake_is_named_before_compiled_code_reads_it(piece_compiler: str) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return ops.turned(x + 1) * 2
+
+    with plugins(("changes", Changes(tuple)), ("inductor", piecework_inductor)), torch.no_grad():
+        call = compiled_by(model, cuts=("cut::turned",), piece_compiler=piece_compiler, capture_sizes=())
+        with pytest.raises(
+            CompileError,
+            match=r"strides \(6, 1\), as it was traced, but they are \(1, 4\); cut::turned.* gives something else",
+        ):
+            call(rows(4))
+        torch.testing.assert_close(call(x := rows(1)), 6 * (x + 1))  # Whose strides say nothing.
+
+
 def test_results_whose_size_follows_from_data_may_have_any() -> None:
     def model(x: torch.Tensor) -> Any:
         y = ops.scale3(x)

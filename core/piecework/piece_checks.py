@@ -25,7 +25,9 @@ def piece_check(step: PieceStep, piece: PieceRun, effects: Effects, sizes: Sizes
 
 
 class PieceCheck:
-    """Compares what goes in and out of a compiled piece with what was traced: dtypes, devices, shapes.
+    """Compares what goes in and out of a compiled piece with what was traced.
+
+    That is dtypes, devices and shapes, and of what goes in strides, too.
 
     Args:
         step: where the piece stands.
@@ -46,7 +48,10 @@ class PieceCheck:
         numbers = self.numbers(args)
         for value, arg in zip(self.step.inputs, args, strict=True):
             traced = self.effects.values[value] if isinstance(value, Node) else None
-            if isinstance(traced, torch.Tensor) and (differs := self.difference(arg, traced, numbers)):
+            if not isinstance(traced, torch.Tensor):
+                continue
+            differs = self.difference(arg, traced, numbers) or self.other_strides(arg, traced, numbers)
+            if differs is not None:
                 assert isinstance(value, Node)
                 raise CompileError(
                     f"{self.step.name} was compiled for {value.name} as {differs}; {op_name(value) or value.target}"
@@ -88,6 +93,17 @@ class PieceCheck:
                 return None
         wanted = ["?" if size is None else size for size in sizes]
         return f"a tensor {traced.dtype}{wanted} on {traced.device}, as it was traced, but {_described(real)}"
+
+    def other_strides(self, real: torch.Tensor, traced: torch.Tensor, numbers: Numbers) -> str | None:
+        """Return the strides that were traced and those that are there, where elements are elsewhere by them."""
+        if real.layout is not torch.strided or not real.numel():
+            return None
+        wanted = [self.number(step, numbers) for step in traced.stride()]
+        there = zip(real.shape, real.stride(), wanted, strict=True)
+        if not any(size > 1 and step not in (None, has) for size, has, step in there):
+            return None
+        known = tuple("?" if step is None else step for step in wanted)
+        return f"a tensor with strides {known}, as it was traced, but they are {tuple(real.stride())}"
 
     def numbers(self, args: Sequence[Any]) -> Numbers:
         """Return the value of each symbol that the inputs tell, those that are given as such before others."""
