@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 import operator
+import random
 import runpy
 import subprocess
 import sys
@@ -335,6 +336,11 @@ def test_compiled_code_that_raises_is_named() -> None:
     assert departure.kind in ("call", "piece")
 
 
+torch.library.define("cut::draws", "(Tensor x) -> Tensor")
+torch.library.impl("cut::draws", "CompositeExplicitAutograd", lambda x: x + random.random())
+torch.library.register_fake("cut::draws", lambda x: torch.empty_like(x))
+
+
 def test_inputs_may_be_a_function_of_the_size() -> None:
     asked: list[Any] = []
 
@@ -363,6 +369,8 @@ def test_inputs_may_be_a_function_of_the_size() -> None:
         ((torch.ones(2, 6),), [{"cols": 4}], "a value for each of rows"),
         ((torch.ones(0, 6),), [4], "no rows"),
         (lambda size: (torch.ones(size, 6),), (), "function of the size"),
+        (lambda size: (torch.ones(3, 6),), [4], r"inputs\(4\) returned arguments of another size: 3 rows"),
+        (lambda size: (torch.ones(3, 6),), [{"cols": 4}], "a value for each of rows"),
     ],
 )
 def test_what_can_not_be_verified_is_refused(inputs: Any, sizes: Any, match: str) -> None:
@@ -386,6 +394,21 @@ def test_a_decorated_class_is_verified_at_the_level_of_the_environment(monkeypat
     assert found.is_right, str(found)
     assert isinstance(found, Verification)
     assert found.sizes[0].num_pieces == 2
+
+
+@pytest.mark.parametrize("settings", [{"level": 2}, {}, {"splitting_ops": (*models.OPS, "cut::draws")}])
+def test_an_original_that_differs_from_itself_is_not_called_a_wrong_trace(settings: dict[str, Any]) -> None:
+    def drawn(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.cut.draws(ops.scale3(x)) + 1
+
+    with testing.plugins():
+        found = piecework.verify(drawn, (torch.randn(4, 6),), config=config(piece_compiler="eager", **settings))
+    (departure,) = found.departures
+    assert departure.kind == "original"
+    assert departure.op is not None
+    assert departure.op.startswith("cut::draws")
+    assert "its result in the run before" in str(departure.op_difference)
+    assert "when it runs again on the same inputs" in str(found)
 
 
 def test_random_numbers_are_drawn_alike_by_every_run() -> None:

@@ -111,11 +111,11 @@ class _Segment:
 
 def with_storage_of(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the form of another one, at the same place in the storage of ``memory``."""
-    made = torch.empty(0, dtype=like.dtype)
+    made = torch.empty(0, dtype=like.dtype, device=memory.device)
     return made.set_(memory.untyped_storage(), like.storage_offset(), like.size(), like.stride())
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return all bytes of the storage of a tensor, as a tensor over it."""
     storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))

@@ -1,4 +1,4 @@
-"""Find the first op whose result departs: in compiled or captured code, and between the original and its trace."""
+"""Find the first op whose result departs: in compiled or captured code, and in the original beside another run."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _gives_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("example_value"), torch.Tensor)
 
 
-# --- between the original and its trace -----------------------------------------------------------
+# --- between the original and another run -----------------------------------------------------------
 
 
 _UNTOLD = ALLOCATIONS | {"aten::detach", "aten::alias"}
@@ -164,31 +164,34 @@ class OpLog(internals.TorchDispatchMode):
 
 
 class OpComparison(OpLog):
-    """Compares the results of all ops that run under it with those in a log, in order.
+    """Compares the results of all ops of the original that run under it with those in a log, in order.
 
     Args:
-        log: of the trace, run op by op.
+        log: of another run.
+        other_run: what that was, in words.
         tolerance: for the results.
     """
 
-    def __init__(self, log: OpLog, tolerance: Tolerance) -> None:
+    def __init__(self, log: OpLog, other_run: str, tolerance: Tolerance) -> None:
         super().__init__()
-        self.expected, self.tolerance = log.entries, tolerance
+        self.expected, self.other_run, self.tolerance = log.entries, other_run, tolerance
         self.position = 0
         self.wrong: WrongOp | None = None
 
     def note(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Compare the results of one op of the original with those of the trace."""
+        """Compare the results of one op with those of the other run."""
         if self.wrong is not None:
             return
         if self.position >= len(self.expected):
-            difference = Difference("", "the original runs it, and the trace has ended before")
+            difference = Difference("", f"the original runs it, and {self.other_run} has ended before")
         else:
             other, values = self.expected[self.position]
             difference = None
             if other != name:
-                difference = Difference("", f"the original runs it where the trace runs {other}")
-            elif found := first_difference(values, clone(list(tensors)), "its result in the trace", self.tolerance):
+                difference = Difference("", f"the original runs it where {self.other_run} runs {other}")
+            elif found := first_difference(
+                values, clone(list(tensors)), f"its result in {self.other_run}", self.tolerance
+            ):
                 difference = found
         self.position += 1
         if difference is not None:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from piecework import torch_internals as internals
-from piecework.arguments import DynamicDims
+from piecework.arguments import DynamicDims, describe_call
 from piecework.config_checks import Size
-from piecework.errors import ConfigError
+from piecework.errors import ConfigError, PieceworkError
 from piecework.forward import Forward
 from piecework.inputs import size_values
 from piecework.tools.verify.comparing import clone
@@ -48,7 +48,9 @@ def calls_of_sizes(forward: Forward, inputs: Inputs | Callable[[Any], Inputs], s
         if not sizes:
             raise ConfigError("verify: inputs is a function of the size, so name sizes, for example sizes=[1, 8]")
         for size in sizes:
-            yield Call(size, *_args_and_kwargs(inputs(size), forward))
+            call = Call(size, *_args_and_kwargs(inputs(size), forward))
+            _check_size(call, forward)
+            yield call
         return
     args, kwargs = _args_and_kwargs(inputs, forward)
     if not sizes:
@@ -75,6 +77,24 @@ def _args_and_kwargs(inputs: Any, forward: Forward) -> tuple[tuple[Any, ...], di
     except TypeError as error:
         raise ConfigError(f"verify: inputs don't fit {forward.owner}{signature}: {error}") from None
     return args, kwargs
+
+
+def _check_size(call: Call, forward: Forward) -> None:
+    """Check that what a function returned for a size is of that size.
+
+    Raises:
+        ConfigError: it is of another one, or the size names other dims than the model has.
+    """
+    signature = signature_of(forward.target)
+    try:
+        arguments, _ = describe_call(signature, forward.dims, call.args, call.kwargs, owner=forward.owner)
+    except PieceworkError:
+        return  # Arguments that can't be traced have no size; where they have to be, the call says so.
+    assert call.size is not None
+    wanted = size_values(call.size, tuple(arguments.sizes), f"verify: size {call.size} of {forward.owner}")
+    if arguments.sizes != wanted:
+        given = ", ".join(f"{number} {name}" for name, number in arguments.sizes.items())
+        raise ConfigError(f"verify: inputs({call.size!r}) returned arguments of another size: {given}")
 
 
 def resized(call: Call, dims: DynamicDims, signature: inspect.Signature, owner: str) -> Call:

@@ -26,7 +26,7 @@ from piecework.pieces import Piece
 from piecework.plans import Plans
 from piecework.plugins import plugin_manager
 from piecework.settings import cache_dir
-from piecework.tools.verify.blame import Compile, OpComparison, OpLog, departs, first_wrong_op
+from piecework.tools.verify.blame import Compile, OpComparison, OpLog, WrongOp, departs, first_wrong_op
 from piecework.tools.verify.calls import Call, Inputs, Kept, calls_of_sizes, same_random_numbers
 from piecework.tools.verify.chains import Finding, entry_with, inputs_now
 from piecework.tools.verify.comparing import EXACT, Difference, Tolerance, clone, first_difference
@@ -136,7 +136,7 @@ class _Verifier:
             kept = Kept({**call.tensors(), **self.state()})
             stack.callback(kept.put_back)
             self.device = next((t.device for t in kept.tensors.values() if t.device.type != "cpu"), torch.device("cpu"))
-            eager = self.outcome(kept, lambda: self.forward.original(*call.args, **call.kwargs))
+            eager = self.outcome(kept, self.original(call))
             before, moved = self.answered(), self.moved()
             answer = self.answer(call, kept)
             self.level = self.forward.level
@@ -154,6 +154,8 @@ class _Verifier:
             largest = None if error is not None else first_difference(answer.result, eager.result, "the result", EXACT)
             if departure is not None and departure.kind == "call":
                 departure = replace(departure, moved=moved)
+            if departure is not None:
+                departure = self.departed_original(call, kept, eager) or departure
             found = () if departure is None else (departure,)
             is_error = error is not None
             return replace(counts, size=call.size, answered_by=by, departures=found, largest=largest, is_error=is_error)
@@ -191,6 +193,10 @@ class _Verifier:
             raise  # Of the settings, which is nothing to look for.
         except Exception as error:  # Whatever the model, an op or a plugin raises: it is told with the place.
             return _Outcome(None, {}, error)
+
+    def original(self, call: Call) -> Callable[[], Any]:
+        """Return the call by the original."""
+        return lambda: self.forward.original(*call.args, **call.kwargs)
 
     def through(self, run: Callable[..., Sequence[Any]], call: Call) -> Callable[[], Any]:
         """Return a call that goes through the checks of the compiled model, and then elsewhere."""
@@ -297,23 +303,32 @@ class _Verifier:
 
     def departed_trace(self, call: Call, kept: Kept, compiled: Compiled, difference: Difference) -> Departure:
         """Find the first op that the original runs otherwise than its trace."""
-        log = OpLog()
-        comparison = OpComparison(log, self.tolerance)
         traced = self.through(op_by_op(compiled, inputs_now(compiled)), call)
+        wrong = self.first_op_apart(call, kept, traced, "the trace")
+        departure = Departure("trace", "the trace, run op by op", difference)
+        return departure if wrong is None else replace(departure, op=wrong.name, op_difference=wrong.difference)
 
-        def logged(mode: OpLog, run: Callable[[], Any]) -> Callable[[], Any]:
-            def call_under_mode() -> Any:
+    def departed_original(self, call: Call, kept: Kept, eager: _Outcome) -> Departure | None:
+        """Return how the original departs from its own first run; None where it does not."""
+        again = self.outcome(kept, self.original(call))
+        if (difference := again.difference(eager, self.tolerance)) is None:
+            return None
+        wrong = self.first_op_apart(call, kept, self.original(call), "the run before")
+        departure = Departure("original", "the original, run again", difference)
+        return departure if wrong is None else replace(departure, op=wrong.name, op_difference=wrong.difference)
+
+    def first_op_apart(self, call: Call, kept: Kept, run: Callable[[], Any], what: str) -> WrongOp | None:
+        """Return the first op of the original whose result is another one than in a run, which ``what`` names."""
+        log = OpLog()
+        comparison = OpComparison(log, what, self.tolerance)
+        for mode, one in ((log, run), (comparison, self.original(call))):
+
+            def run_under_mode(mode: OpLog = mode, one: Callable[[], Any] = one) -> Any:
                 with mode:
-                    return run()
+                    return one()
 
-            return call_under_mode
-
-        self.outcome(kept, logged(log, traced))
-        self.outcome(kept, logged(comparison, lambda: self.forward.original(*call.args, **call.kwargs)))
-        wrong = comparison.wrong
-        if wrong is None:
-            return Departure("trace", "the trace, run op by op", difference)
-        return Departure("trace", "the trace, run op by op", difference, wrong.name, wrong.difference)
+            self.outcome(kept, run_under_mode)
+        return comparison.wrong
 
     def explained(self, finding: Finding, call: Call, given: tuple[Any, ...]) -> Departure:
         """Return a departure with the first op that departs in a piece, and a script that shows it.
