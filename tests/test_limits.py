@@ -1224,6 +1224,19 @@ def default_dtype() -> Seen:
     return assumed(Model(), change)
 
 
+@shows("function-mode")
+def function_mode() -> Seen:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.double() if torch.ones(1).device.type == "meta" else x + 1
+
+    def change(model: Any) -> Callable[[], None]:
+        torch.set_default_device("meta")
+        return lambda: torch.set_default_device(None)
+
+    return assumed(Model(), change)
+
+
 @shows("moved-storage")
 def moved_storage() -> Seen:
     model = Stack(3)  # Six addresses, of which a call compares four.

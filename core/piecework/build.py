@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 from piecework import torch_internals as internals
+from piecework.assumptions import TARGET, readable
 from piecework.compilers import CompiledUniquePiece, compile_exact, compile_pieces
 from piecework.config import CompilationConfig
 from piecework.config_checks import CompilationLevel
@@ -31,7 +32,7 @@ from piecework.run import Runs, StraightLine, straight_line, whole_graph
 from piecework.settings import Settings
 from piecework.split import SplitGraph, split_graph
 from piecework.state import BoundState
-from piecework.trace import TARGET, Relation, Trace, eval_source, readable
+from piecework.trace import Relation, Trace, eval_source
 from piecework.watch import Watch
 
 if TYPE_CHECKING:

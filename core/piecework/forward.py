@@ -15,6 +15,7 @@ import torch
 
 from piecework import torch_internals as internals
 from piecework.arguments import Arguments, DynamicDims, describe_call
+from piecework.assumptions import TARGET
 from piecework.build import Builder, Compiled
 from piecework.config import CompilationConfig
 from piecework.config_checks import CompilationLevel, Size
@@ -30,7 +31,7 @@ from piecework.forking import Lock
 from piecework.plugins import PluginManager, plugin_manager
 from piecework.process_settings import is_frozen, torch_compile_backend
 from piecework.settings import Settings, resolve_settings
-from piecework.trace import TARGET, signature_of, trace, with_own_code
+from piecework.trace import signature_of, trace, with_own_code
 from piecework.watch import plain_dicts, watched_modules
 
 logger = logging.getLogger(__name__)

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from piecework import torch_internals as internals
+from piecework.assumptions import TARGET, Assumptions, readable
 from piecework.config_checks import show
 from piecework.forking import Lock
 from piecework.tensor_checks import overlap
-from piecework.trace import TARGET, Assumptions, eval_source, readable
+from piecework.trace import eval_source
 from piecework.watch import Watch, plain_dicts
 
 _LAST_STEP = re.compile(

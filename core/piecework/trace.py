@@ -8,7 +8,6 @@ import functools
 import inspect
 import itertools
 import linecache
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,15 +19,13 @@ import torch
 
 from piecework import torch_internals as internals
 from piecework.arguments import Arguments, fake_value, trace_sizes
-from piecework.config_checks import show
+from piecework.assumptions import TARGET, Assumptions
 from piecework.errors import CompileError
 from piecework.exact import departs_at_one
 from piecework.inputs import GraphInput, Key, Sizes, dim_symbol
 from piecework.outputs import OutputSpec, describe_outputs, numbers_in_shapes
 from piecework.pieces import InputKind
-
-TARGET = "_pw_target"
-"""The name under which the traced frame holds the model or function."""
+from piecework.trace_errors import trace_error
 
 
 @dataclass(frozen=True)
@@ -48,70 +45,6 @@ class Relation:
         """Whether it holds where the dims have these values."""
         numbers: dict[sympy.Basic, sympy.Basic] = {dim_symbol(dim): sympy.Integer(v) for dim, v in values.items()}
         return bool(internals.evaluate_number(self.expression.xreplace(numbers)))
-
-
-@dataclass
-class Assumptions:
-    """What Dynamo recorded besides the arguments: attributes, globals, code."""
-
-    manager: Any
-    scope: dict[str, Any]
-    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
-    hooks_of_all: tuple[Callable[..., Any], ...] = field(default_factory=internals.hooks_of_all_modules)
-    """Dynamo leaves no guard where there were none."""
-
-    def departure(self) -> str | None:
-        """Return the first thing that no longer is as it was traced, with both values, or None."""
-        if torch.get_default_dtype() != self.default_dtype:
-            return f"the default dtype was {self.default_dtype} when traced, now it is {torch.get_default_dtype()}"
-        if (now := internals.hooks_of_all_modules()) != self.hooks_of_all:
-            return (
-                f"the hooks of all modules (register_module_forward_hook and its like) were {list(self.hooks_of_all)} "
-                f"when traced, now they are {list(now)}"
-            )
-        with torch.inference_mode(False), torch.no_grad():
-            failed = internals.failed_guard(self.manager, self.scope)
-        return None if failed is None else self._describe(failed)
-
-    def _describe(self, failed: str) -> str:
-        condition, _, where = failed.partition("  # ")
-        # Of the length of a dict, Dynamo says what failed, and not what was asked for.
-        condition = re.sub(r"^(len\(.*\)) != (\d+)$", r"\1 == \2", condition.strip())
-        compared = re.fullmatch(rf"((?!.*___).*L\['{TARGET}'\].*) == .*", condition)  # no helper of Dynamo's
-        expression = compared or re.search(rf"(L\['{TARGET}'\][\w.\[\]']*)", condition)
-        now = ""
-        if expression is not None and " is L[" not in condition:
-            try:
-                current = eval(expression[1], {"L": self.scope, "G": {}})  # noqa: S307 - Dynamo's own source text
-                now = f", now it is {_shown(current)}"
-            except (AttributeError, KeyError, IndexError, TypeError):
-                now = ", now it is gone"
-        line = f" (read at: {where.strip()})" if where else ""
-        if (found := _OF_IDENTITY.match(condition)) is not None:
-            return f"{readable(found[1])} is no longer the one that was traced{line}"
-        if (found := _NOT_FOUND.fullmatch(condition)) is not None:
-            if found[1].startswith("G['__"):
-                return f"{internals.RESET_OF_DYNAMO} dropped what was recorded to check the trace by ({found[1]})"
-            return f"{readable(found[1])} is no longer held where it was when traced{now}{line}"
-        return f"the trace relies on {readable(condition)}{now}{line}"
-
-
-def _shown(value: Any) -> str:
-    is_large = isinstance(value, (torch.nn.Module, torch.Tensor))
-    return f"a {type(value).__name__}" if is_large else show(value)
-
-
-_OF_IDENTITY = re.compile(r"___check_obj_id\((.*), \d+\)")
-_NOT_FOUND = re.compile(r"(?:KeyError|AttributeError|IndexError) on (.*)")
-"""What Dynamo says of an attribute or item that is gone, or that became a part of a module and was none."""
-
-
-def readable(source: str) -> str:
-    """Return source expressions of Dynamo's in a text as a user would write them."""
-    text = re.sub(r"G\['__import_(\w+)'\]", lambda match: match.group(1).replace("_dot_", "."), source)
-    text = text.replace(f"L['{TARGET}']", "self")
-    text = re.sub(r"dict\((type\([^()]*\))(?:\.__mro__\[\d+\])?\.__dict__\)\['(\w+)'\]", r"\1.\2", text)
-    return re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", text)
 
 
 @dataclass
@@ -163,6 +96,11 @@ class _Recorded:
     asked_modes: tuple[Callable[[], bool], ...] = ()
     read: tuple[str, ...] = ()
     backend_result: Callable[..., Any] | None = None
+
+    @property
+    def shape_env(self) -> internals.ShapeEnv | None:
+        """Return what is known about the sizes so far."""
+        return None if self.fake_mode is None else self.fake_mode.shape_env
 
 
 @dataclass(frozen=True)
@@ -279,7 +217,7 @@ def _call_once(
         internals.ConstraintViolationError,
         internals.BackendCompilerFailed,
     ) as error:
-        raise _trace_error(error, recorded, owner, arguments) from error
+        raise trace_error(error, recorded.shape_env, owner, arguments) from error
 
 
 def _frame(arguments: Arguments) -> Callable[..., Any]:
@@ -464,110 +402,6 @@ def _relations_at_one(graph: torch.fx.GraphModule, sizes: Sizes) -> tuple[Relati
             none_is_one: list[Any] = [sympy.Ne(dim_symbol(dim), 1) for dim in chosen]
             relations.append(Relation(sympy.Or(*none_is_one), problem))
     return tuple(relations)
-
-
-# --- what went wrong ----------------------------------------------------------------------------
-
-
-def _trace_error(error: BaseException, recorded: _Recorded, owner: str, arguments: Arguments) -> CompileError:
-    changed = internals.changed_state(error)
-    if changed is not None:
-        state = _readable_state(changed)
-        way_out = "Keep such state in a buffer and change it in place"
-        if "_buffers" in state or "_parameters" in state:
-            way_out = "Change a buffer in place by a method, `self.n.add_(1)`: `self.n += 1` assigns it, too"
-        return CompileError(
-            f"{owner} changes Python state in its forward: {state}{_user_line(error)}; one trace can't repeat that at "
-            f"every call. {way_out}, or use level 1"
-        )
-    if isinstance(error, internals.BackendCompilerFailed):
-        inner = error.inner_exception
-        what = f"{type(inner).__name__}: {_first_line(inner)}"
-        return CompileError(f"the torch.compile backend of level 2 failed on {owner}: {what}")
-    specialised = _specialised(error, recorded, arguments)
-    if specialised:
-        return CompileError(f"{specialised} (tracing {owner})")
-    if re.search("does not support running with fake tensors|There was no fake impl registered for", str(error)):
-        return CompileError(
-            f"{owner} can't be traced as one graph: an op has no fake implementation{_user_line(error)}; give it one "
-            "with torch.library.register_fake"
-        )
-    refused = re.search(r": got (\w+\(.*\))$", str(error), re.MULTILINE)
-    if isinstance(error, internals.TorchRuntimeError) and refused is not None:
-        raised = f"an op raised {refused[1]}{_user_line(error)}"
-        return CompileError(f"{owner} can't be traced as one graph: {raised}{_traced_at(arguments)}")
-    return CompileError(
-        f"{owner} can't be traced as one graph: {_first_line(error)}{_user_line(error)}; move that line out of the "
-        "forward, make it an op with torch.library.custom_op, or use level 1 (DYNAMO_AS_IS), which allows graph breaks"
-    )
-
-
-def _traced_at(arguments: Arguments) -> str:
-    """Return a hint where the trace took other sizes than the first call: dims of different names never have one."""
-    chosen = trace_sizes(arguments.sizes)
-    if chosen == arguments.sizes:
-        return ""
-    sizes = ", ".join(f"{name} = {size}" for name, size in chosen.items())
-    return (
-        f". It was traced with {sizes}: dims of different names get different sizes of at least 2. If two are always "
-        "equal, give them one name in dynamic_arg_dims; if one follows from another, let the first call have such sizes"
-    )
-
-
-def _readable_state(sources: str) -> str:
-    return re.sub(r"[GL]\['(\w+)'\]", r"\1", readable(sources))
-
-
-def _specialised(error: BaseException, recorded: _Recorded, arguments: Arguments) -> str | None:
-    if recorded.fake_mode is None or "specialized" not in str(error) and "Constraint" not in type(error).__name__:
-        return None
-    shape_env = recorded.fake_mode.shape_env
-    assert shape_env is not None
-    sources = internals.symbol_sources(shape_env)
-    for guard in internals.shape_guards(shape_env):
-        relation = guard.relation
-        if isinstance(relation, sympy.Eq) and len(relation.free_symbols) == 1:
-            (symbol,) = relation.free_symbols
-            source = sources.get(symbol)  # pyright: ignore[reportArgumentType] - sympy calls it Basic
-            path = re.sub(r"L\['(\w+)'\]", r"\1", source.tensor) if source else ""
-            spec = next((spec for spec in arguments.tensors if spec.path == path), None)
-            if spec is None or source is None:
-                continue
-            dim, name = source.dim, spec.dims[source.dim]
-            (value,) = sympy.solve(relation, symbol) or [relation]
-            line = f", by this line: {guard.user_line}" if guard.user_line else ""
-            return (
-                f"dim {dim} ({name!r}) of argument {path} is meant to vary, but the model fixes it to {value}{line}; "
-                f"mend that line, or leave the dim out of dynamic_arg_dims{_unnamed_alike(arguments, value)}"
-            )
-    return None
-
-
-def _unnamed_alike(arguments: Arguments, value: sympy.Basic) -> str:
-    """Return a hint at static dims of the same size: most often one of them was meant to vary too."""
-    alike = [
-        f"dim {dim} of {spec.path}" for spec in arguments.tensors for dim, size in enumerate(spec.dims) if size == value
-    ]
-    return f"; if they vary with it, name these too: {', '.join(alike)}" if alike else ""
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(".") if lines else type(error).__name__
-
-
-def _user_line(error: BaseException) -> str:
-    """Return the innermost line of the user's that an error of Dynamo tells of."""
-    frames = [frame for frame in getattr(error, "real_stack", None) or [] if not frame.filename.startswith("<")]
-    if frames:
-        last = next((frame for frame in reversed(frames) if "/torch/" not in frame.filename), frames[-1])
-        return f', at {last.filename}:{last.lineno} in {last.name}: "{(last.line or "").strip()}"'
-    found = re.findall(r'File "([^"<]+)", line (\d+), in (\w+)\n\s*(.*)', str(error))
-    outside = [item for item in found if "/torch/" not in item[0]]
-    if outside:
-        filename, number, function, line = outside[-1]
-        return f', at {filename}:{number} in {function}: "{line.strip()}"'
-    return ""
 
 
 def signature_of(target: Callable[..., Any]) -> inspect.Signature:

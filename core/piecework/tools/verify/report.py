@@ -14,8 +14,8 @@ MEANINGS = {
     "implementation": "the function that a SplittingOp names does something else than the op",
     "rows": "an op that is declared rows_independent lets the last row change the rows before it: padding would, too",
     "piece": "the compiled code of a piece departs from its ops run one by one, on the same inputs",
-    "original": "the original gives something else when it runs again on the same inputs: numbers that torch did not draw, a "
-    "clock, state that is no parameter or buffer; nothing can be compared with it",
+    "original": "the original gives something else when it runs again on the same inputs (numbers that torch did not "
+    "draw, a clock, state that is no parameter or buffer); nothing can be compared with it",
     "trace": "the trace departs from the original, op by op: something that it assumed is no longer so",
     "capture": "a captured graph departs from the same code uncaptured, after steps that agree: it reads or writes "
     "memory elsewhere (a stale address), or what it does is not recorded",
