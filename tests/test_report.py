@@ -10,6 +10,7 @@ from torch import nn
 
 import piecework
 from piecework import CompilationConfig, ConfigError
+from piecework.testing import plugins
 from split_models import compiled_by, ops, rows
 
 
@@ -113,7 +114,15 @@ def test_stages_source_and_relations() -> None:
     text = str(report)
     assert "level 3 (PIECEWISE)" in text
     assert "start-up: trace" in text
-    assert "2 pieces, 1 between splitting ops, 1 unique" in text
+    assert "1 piece, 1 unique, and 1 splitting step" in text
+
+
+@pytest.mark.parametrize("capturer", ["none", None])
+def test_that_nothing_is_captured_is_said(capturer: str | None) -> None:
+    with plugins():
+        compiled = compiled_by(lambda x: ops.scale3(x + 1), capturer=capturer)
+        compiled(rows(4))
+        assert ("  nothing is captured: " in str(piecework.report(compiled))) is (capturer == "none")
 
 
 def test_calls_answered_eagerly_are_counted_by_reason() -> None:

@@ -530,6 +530,10 @@ def test_command_fails_where_something_departs(program: Path) -> None:
         (("verified_program:make_model", "--inputs", "verified_program:example"), "did you mean --make"),
         (("verified_program:Wrong", "--inputs", "verified_program:example"), "did you mean --make"),
         (("no_such_module:model", "--inputs", "verified_program:example"), "No module named 'no_such_module'"),
+        (
+            ("verified_program:inputs", "--make", "--inputs", "verified_program:example"),
+            "without arguments, which does",
+        ),
         (("verified_program:modl", "--inputs", "verified_program:example"), "did you mean 'model'"),
         (("verified_program:model", "--inputs", "verified_program:example", "--size", "four"), "--size takes numbers"),
         (("verified_program:model", "--inputs", "verified_program:example", "--size", '{"a": '), "--size is no JSON"),

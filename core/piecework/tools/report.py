@@ -172,9 +172,10 @@ class Report:
         if self.stage_seconds:
             lines.append("  start-up: " + ", ".join(f"{stage} {s:.2f} s" for stage, s in self.stage_seconds.items()))
         if self.level is CompilationLevel.PIECEWISE and self.num_pieces:
+            num_cuts = self.num_pieces - self.num_capturable_pieces
             lines.append(
-                f"  {_count(self.num_pieces, 'piece')}, {self.num_capturable_pieces} between splitting ops, "
-                f"{self.num_unique_pieces} unique"
+                f"  {_count(self.num_capturable_pieces, 'piece')}, {self.num_unique_pieces} unique, "
+                f"and {_count(num_cuts, 'splitting step')}"
             )
             for piece in self.pieces:
                 where = f"stands in {_count(len(piece.places), 'place')}, {piece.compiler}, {piece.seconds:.2f} s"
@@ -195,6 +196,8 @@ class Report:
     def capture_lines(self) -> list[str]:
         """Return what is said of captures."""
         lines: list[str] = []
+        if self.level is CompilationLevel.PIECEWISE and self.num_pieces and self.memory is None:
+            lines.append('  nothing is captured: no plugin records graphs of its pieces, or capturer="none" is set')
         if self.memory is not None:
             memory = self.memory
             budget = f", budget {format_bytes(memory.max_capture_bytes)}" if memory.max_capture_bytes else ""

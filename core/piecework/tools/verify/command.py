@@ -61,7 +61,7 @@ def verify_command(
     try:
         target, arguments = _named(model, "MODEL"), _named(inputs, "--inputs")
         if make:
-            target = target()
+            target = _made(target, model)
         elif isinstance(target, type) or (isfunction(target) and not signature(target).parameters):
             raise ConfigError(f"MODEL: {model} takes no inputs of a call: {target!r}; did you mean --make?")
         with _plugins(plugins or ()).in_use():
@@ -113,6 +113,20 @@ def _named(text: str, what: str) -> Any:
             raise ConfigError(f"{what}: {module} has no {name!r}{hint}")
         found = getattr(found, part)
     return found
+
+
+def _made(factory: Any, name: str) -> Any:
+    """Return the model that a function, or a class, makes.
+
+    Raises:
+        ConfigError: it can't be called without arguments.
+    """
+    try:
+        signature(factory).bind()
+    except TypeError as error:
+        text = f"MODEL: --make calls {name}() without arguments, which does not work: {error}"
+        raise ConfigError(f"{text}; name a function without parameters that returns the model") from None
+    return factory()
 
 
 def _sizes(text: str) -> list[Any]:
