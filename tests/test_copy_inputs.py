@@ -177,6 +177,33 @@ def test_what_an_implementation_prepares_is_made_at_capture_and_called_from_then
         assert (len(prepared), calls) == (1, [3, 3])
 
 
+def test_a_copy_that_can_not_be_prepared_for_padded_calls_is_tried_again_after_more_and_more_of_them() -> None:
+    tried: list[int] = []
+
+    def fails_when_padded(op: CopyInputs, *sources: torch.Tensor) -> None:
+        if sources[0].shape[0] == 3:
+            tried.append(1)
+            raise RuntimeError("planned")
+        op.forward_native(*sources)
+
+    class Fails(Copies):
+        @hookimpl
+        def piecework_custom_op_implementations(self, op_name: str, device: torch.device) -> Any:
+            return [CustomOpImplementation(fails_when_padded)] if op_name == "copy_inputs" else None
+
+    with testing.plugins(Fails()):
+        fast = compiled(on_failure="eager")
+        fast(*arguments(4))
+        with pytest.warns(piecework.PieceworkWarning, match="answers size 3 uncaptured: .*planned"):
+            fast(*arguments(3))
+        for _ in range(15):
+            given = arguments(3)
+            torch.testing.assert_close(fast(*given), function(*given))
+        assert len(tried) == 4  # At calls 1, 3, 5 and 9: when as many again have come.
+        fast(*(given := arguments(4)))
+        torch.testing.assert_close(fast(*given), function(*given))
+
+
 def test_a_name_that_is_met_at_capture_is_not_said_to_switch_nothing(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "piecework")
     with testing.plugins(Copies()):

@@ -102,9 +102,11 @@ class Captures:
     # Whether to.
 
     def may_capture(self, key: Key) -> bool:
-        """Whether a size can be captured now; one that failed is tried again after twice as many calls."""
-        if is_frozen() or self.is_closed or self.budget.why_left_out(key):
-            return False
+        """Whether a size can be captured now."""
+        return not (is_frozen() or self.is_closed or self.budget.why_left_out(key)) and self.is_due(key)
+
+    def is_due(self, key: Key) -> bool:
+        """Whether a size is to be tried: one that failed is tried again after twice as many calls."""
         return sum(self.num_uncaptured[key].values()) >= self.retry_at.get(key, 0)
 
     def why_left_out(self, key: Key) -> str:

@@ -153,7 +153,11 @@ class Plans:
                     )
                     if why_not is not None:
                         return self.note_uncaptured(key, why_not, uncaptured)
-                return self.functions.get(key) or self.function_of(key, self.plans[target])
+                if (function := self.functions.get(key)) is not None:
+                    return function
+                if not self.captures.is_due(key):
+                    return self.note_uncaptured(key, self.captures.why_left_out(key), uncaptured)
+                return self.function_of(key, self.plans[target])
             except CaptureError as error:
                 return self.after_failure(key, error, uncaptured, is_asked_for=is_asked_for)
         finally:
