@@ -341,6 +341,29 @@ torch.library.impl("cut::draws", "CompositeExplicitAutograd", lambda x: x + rand
 torch.library.register_fake("cut::draws", lambda x: torch.empty_like(x))
 
 
+@torch.library.custom_op("cut::doubles", mutates_args=("x",))
+def doubles(x: torch.Tensor) -> None:
+    x.mul_(2)
+
+
+doubles.register_fake(lambda x: None)
+
+
+def test_what_a_later_op_of_the_same_graph_writes_to_is_not_compared_too_late() -> None:
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x.sin()
+        doubles(y)
+        return y, y + 1
+
+    cut = SplittingOp("cut::doubles", capturable=True)
+    with testing.plugins():
+        found = piecework.verify(
+            model, (torch.randn(4, 6),), config=config(piece_compiler="eager", splitting_ops=[cut])
+        )
+    assert found.is_right, str(found)
+    assert found.sizes[0].num_graphs == 1
+
+
 def test_inputs_may_be_a_function_of_the_size() -> None:
     asked: list[Any] = []
 

@@ -101,9 +101,11 @@ class Replays:
             with captures.undoing(key), pool.being_busy():  # What is not kept is undone.
                 other = self.other_rows(tensors)
                 # What this leaves in the pool is not what is looked for: a graph that reads too early shows.
+                recording, notes = self.record(key, other)
                 with contextlib.suppress(Exception):  # An op may refuse rows in another order.
-                    for step in self.record(key, other)[0].steps:
+                    for step in recording.steps:
                         step()
+                del recording, notes
                 self.rewind()
                 recording, notes = self.record(key, other)
                 self.num_graphs = recording.num_graphs
