@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from piecework.config import CompilationConfig
 from piecework.debug_findings import CaptureFinding, CompileFinding, DepartureFinding, PluginFinding, StaleFinding
+from piecework.debug_ownership import Ownership
 from piecework.debug_replays import PlanChecks
 from piecework.declarations import checked_call, checked_result
 from piecework.effects import Effects, line_of, tensors_in
@@ -58,9 +59,9 @@ class Debug:
 
         return {"_pw_watch": _AlwaysChanged(), "_pw_settle": settle}
 
-    def plan(self, values: Values, bound: Mapping[Node, torch.Tensor]) -> PlanChecks:
-        """Return what notes how one size is recorded, and checks its replays."""
-        return PlanChecks(values, bound, self.names)
+    def ownership(self, values: Values, bound: Mapping[Node, torch.Tensor]) -> Ownership:
+        """Return what notes how one size is recorded, and has its replays checked."""
+        return Ownership(values, bound, self.names)
 
     def answer(
         self,

@@ -87,8 +87,7 @@ class Recorder:
         self.results, self.warm = results, warm
         self.values = Values(schedule, statics, pool, numbers)
         self.recording = Recording([], 0, {}, {}, {})
-        if debug is not None:
-            self.recording.checks = debug.plan(self.values, bound)
+        self.ownership = debug.ownership(self.values, bound) if debug is not None else None
 
     def record(self, given: Mapping[int, torch.Tensor]) -> Recording:
         """Record all steps, in ``recording_session``; no op runs, and nothing of the model or the caller is written to.
@@ -101,11 +100,11 @@ class Recorder:
         """
         try:
             self.enter(given)
-            if self.recording.checks is not None:
-                self.recording.checks.enter()
+            if self.ownership is not None:
+                self.ownership.enter()
             self.record_steps()
-            if self.recording.checks is not None:
-                self.recording.checks.close()
+            if self.ownership is not None:
+                self.recording.checks = self.ownership.close()
             self.recording.outputs = {node: self.values.bound(node) for node in self.results}
         except UnknownSizeError as error:
             raise CaptureError(f"{error}, so that its memory can't be set aside") from error
@@ -113,6 +112,7 @@ class Recorder:
             raise CaptureError(f"the device has no memory for it: {error}") from error
         finally:
             self.values.clear()
+            self.ownership = None
             recording, self.recording = self.recording, Recording([], 0, {}, {}, {})
         return recording
 
@@ -141,8 +141,8 @@ class Recorder:
                 self.capture(task)
             else:
                 self.bind(task.action)
-            if self.recording.checks is not None:
-                self.recording.checks.note(task, self.recording.steps)
+            if self.ownership is not None:
+                self.ownership.note(task, self.recording.steps)
             if not isinstance(task, EvaluateTask):
                 self.values.drop(task.dying)
         if not self.recording.num_graphs:
@@ -158,12 +158,12 @@ class Recorder:
 
     def capture(self, graph: CaptureTask) -> None:
         """Record some actions as one graph."""
-        segment = Segment(self.values, graph, self.recording.checks)
+        segment = Segment(self.values, graph)
         for action in graph.pieces:
             if action.key not in self.warm:
                 segment.warm_up(action)
                 self.warm.add(action.key)
-        captured = segment.capture()
+        captured = segment.capture(self.ownership)
         self.recording.steps.append(captured.replay)
         self.recording.names.append(graph.words)
         self.recording.num_graphs += 1

@@ -20,7 +20,7 @@ from piecework.split import PieceStep
 from piecework.values import Values
 
 if TYPE_CHECKING:
-    from piecework.debug_replays import PlanChecks
+    from piecework.debug_ownership import Ownership
 
 logger = logging.getLogger(__name__)
 
@@ -35,18 +35,21 @@ class Segment:
     Args:
         values: what exists before it.
         graph: what it does.
-        checks: of debug mode.
     """
 
-    def __init__(self, values: Values, graph: CaptureTask, checks: PlanChecks | None = None) -> None:
-        self.values, self.graph, self.checks = values, graph, checks
+    def __init__(self, values: Values, graph: CaptureTask) -> None:
+        self.values, self.graph = values, graph
         self.effects, self.schedule = values.effects, values.schedule
         self.capturer = values.pool.capturer
 
     # Recording.
 
-    def capture(self) -> Capture:
+    def capture(self, ownership: Ownership | None = None) -> Capture:
         """Record it as one graph.
+
+        Args:
+            ownership: in debug mode, has the memory of the recording looked at. It is not kept: the work is, with its
+                graph, which is to be gone as soon as its plan is dropped.
 
         Raises:
             CaptureError: the device refuses something, or what it runs fails.
@@ -54,8 +57,8 @@ class Segment:
         name, outline = self.graph.name, self.graph.outline
         inputs = tuple([self.values.env[node] for node in outline.given])
         run = self.run
-        if self.checks is not None:
-            run = self.checks.on_same_memory(name, run, inputs, outline.given)
+        if ownership is not None:
+            run = ownership.on_same_memory(name, run, inputs, outline.given)
         try:
             captured = self.capturer.capture(Recordable(name, run, inputs, outline.written))
         except DebugFinding:
