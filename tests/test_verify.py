@@ -10,7 +10,7 @@ import random
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from piecework import (
     testing,
 )
 from piecework.testing import EmulatedCapturer
+from piecework.tools import origins
 from piecework.tools.cli import app
 from piecework_cudagraph.capturer import CudaGraphCapturer
 from piecework_cudagraph.options import CudaGraphOptions
@@ -63,13 +64,14 @@ class Miscompiling:
     """A piece compiler that gets one op wrong: what it should multiply by, it multiplies by a hundredth more."""
 
     name = "miscompiling"
+    factor = 1.01
 
     @piecework.hookimpl
     def piecework_compile_piece(self, piece: Piece) -> CompiledPiece:
         graph = copy.deepcopy(piece.graph)
         for node in graph.graph.nodes:
             if node.target is operator.mul and not isinstance(node.args[1], Node):
-                node.args = (node.args[0], node.args[1] * 1.01)
+                node.args = (node.args[0], node.args[1] * self.factor)
         graph.recompile()
         return CompiledPiece(graph.forward)
 
@@ -122,6 +124,36 @@ def test_the_script_shows_the_miscompiled_op_by_itself(capsys: pytest.CaptureFix
     assert "+" not in source.partition("def forward")[2].partition("return")[0]  # what comes after the op is left out
 
 
+class Rounding(Miscompiling):
+    """A miscompilation that the tolerance by dtype lets pass."""
+
+    name = "rounding"
+    factor = 1.00001
+
+
+def thrice_and_a_bit(x: torch.Tensor) -> torch.Tensor:
+    return x * 3.00003
+
+
+IMPLEMENTED = SplittingOp("models::scale3", implementation=thrice_and_a_bit)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [({"piece_compiler": "rounding"}, "piece"), ({"splitting_ops": (IMPLEMENTED,)}, "implementation")],
+    ids=["piece", "op"],
+)
+def test_the_script_compares_with_the_tolerance_of_verify(settings: dict[str, Any], kind: str) -> None:
+    given = (steps, (torch.randn(4, 6),))
+    with testing.plugins(Rounding()):
+        chosen = config(**{"piece_compiler": "eager", **settings})
+        assert piecework.verify(*given, config=chosen).is_right
+        (departure,) = piecework.verify(*given, config=chosen, rtol=1e-6, atol=0.0).departures
+        assert departure.kind == kind
+        assert departure.script is not None
+        shows(departure.script)
+
+
 class ClaimingTooMuch(EmulatedCapturer):
     """A capturer whose graphs read copies of their inputs, made at the capture: stale addresses."""
 
@@ -141,6 +173,63 @@ def test_a_stale_address_is_named(own_cache: Path) -> None:
         assert "stale address" in str(found)
         assert departure.script is not None
         shows(departure.script)
+
+
+class Misplacing(EmulatedCapturer):
+    """A capturer that gives the results of ops another address than the graphs that read them."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.set_aside: list[torch.Tensor] = []
+
+    def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        self.set_aside.append(super().empty(size, stride, dtype))
+        return self.set_aside[-1]
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.set_aside and tensor is self.set_aside[-1]:
+            return self.set_aside.pop().clone()
+        return super().alias(tensor)
+
+
+def test_a_result_that_is_misplaced_between_graphs_is_named() -> None:
+    with capture_models.capturing_by(Misplacing(torch.device("cpu"))):
+        call = piecework.compile(steps, config=config(piece_compiler="eager", capturer="own", capture_sizes=(4,)))
+        (departure,) = piecework.verify(call, (torch.randn(4, 6),)).departures
+    assert departure.kind == "between graphs"
+    assert departure.place.startswith("models::scale3")
+
+
+def overwrites(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Ops write to what a piece gave, and to what an op gave."""
+    y = x * 2
+    z = ops.scale3(y)
+    ops.attn(x, z, y)
+    ops.attn(x, y, z)
+    return y, z, y + z
+
+
+@pytest.mark.parametrize(("capturable", "num_graphs"), [(False, 2), (True, 1)], ids=["between graphs", "in a graph"])
+def test_values_that_are_written_over_later_are_found_right(capturable: bool, num_graphs: int) -> None:
+    chosen = tuple(SplittingOp(name, capturable=capturable) for name in models.OPS)
+    with testing.plugins():
+        settings = config(splitting_ops=chosen, piece_compiler="eager", capture_sizes=(4,))
+        found = piecework.verify(overwrites, (torch.randn(4, 6),), config=settings)
+    assert found.is_right, str(found)
+    assert found.sizes[0].num_graphs == num_graphs
+
+
+def test_nothing_of_a_capture_by_verify_stays() -> None:
+    """Neither where it was the only one, nor beside one of the model's."""
+    with testing.plugins(), torch.no_grad():
+        call = piecework.compile(steps, config=config(piece_compiler="eager", capture_sizes=(4,)))
+        assert piecework.verify(call, (torch.randn(64, 6),)).sizes[0].num_graphs == 2
+        plans = capture_models.plans_of(call)
+        assert not plans.pool.users
+        call(torch.randn(4, 6))
+        buffers = list(plans.statics.buffers.values())
+        assert piecework.verify(call, (torch.randn(64, 6),)).sizes[0].num_graphs == 2
+        assert all(one is other for one, other in zip(plans.statics.buffers.values(), buffers, strict=True))
 
 
 library = torch.library.Library("verify", "DEF")
@@ -526,7 +615,10 @@ def test_command_says_that_a_model_is_right(program: Path) -> None:
     assert result.output.startswith("Sequential at level 3: right")
     assert "size 4: answered by the captures of size 4" in result.output
     assert result.output.count("answer and eager: equal") == 3
-    made = run("verified_program:make_model", "--make", "--inputs", "verified_program:example", *EAGER, "--json")
+    example = ("--inputs", "verified_program:example", *EAGER)
+    named = ("--dims", '{"input": {"0": "batch"}}', "--size", '{"batch": 9}')
+    assert "size {'batch': 9}: answered by" in run("verified_program:model", *example, *named).output
+    made = run("verified_program:make_model", "--make", *example, "--json")
     assert json.loads(made.output)["is_right"] is True
 
 
@@ -544,6 +636,14 @@ def test_command_fails_where_something_departs(program: Path) -> None:
     status, output = run_elsewhere(script)  # It registers the plugin.
     assert status == 1, output
     assert "differs in" in output
+
+
+@pytest.mark.parametrize("tolerance", [("--rtol", "1"), ("--rtol", "0", "--atol", "100")])
+def test_command_compares_with_the_tolerance_that_is_given(program: Path, tolerance: tuple[str, ...]) -> None:
+    given = ("verified_program:model", "--inputs", "verified_program:example", "--plugin", "piecework_wrong_code")
+    result = run(*given, "--config", '{"piece_compiler": "wrong_code"}', *tolerance)
+    assert result.exit_code == 0, result.output
+    assert "answer and eager: apart by" in result.output
 
 
 @pytest.mark.parametrize(
@@ -612,10 +712,6 @@ def centred(x: torch.Tensor) -> torch.Tensor:
     return x - x.mean(0)
 
 
-def other_centred(x):
-    return x - x.sum(0)
-
-
 def write(x: torch.Tensor) -> torch.Tensor:
     return torch.ops.verified_ops.writes(x + 1) * 2
 
@@ -629,13 +725,21 @@ def centre(x: torch.Tensor) -> torch.Tensor:
 """
 
 
+OTHER = """
+def other_centred(x):
+    return x - x.sum(0)
+"""
+
+
 @pytest.fixture
 def ops_of_program(program: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     (program / "verified_ops.py").write_text(OPS)
+    (program / "verified_others.py").write_text(OTHER)
     monkeypatch.syspath_prepend(str(program))
     module = importlib.import_module("verified_ops")
     yield module
     del sys.modules["verified_ops"]
+    sys.modules.pop("verified_others", None)
 
 
 @pytest.mark.parametrize(
@@ -659,9 +763,29 @@ def test_the_script_of_an_op_runs_by_itself(
     assert says in output
 
 
+@pytest.mark.parametrize("is_told", [True, False], ids=["of the op", "of the model"])
+def test_the_script_of_an_op_imports_the_module(
+    ops_of_program: Any, monkeypatch: pytest.MonkeyPatch, is_told: bool
+) -> None:
+    """The one that registered the op, or that of the model where torch can't tell."""
+
+    def elsewhere(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.verified_ops.writes(x + 1) * 2
+
+    if not is_told:
+        monkeypatch.setattr(origins.internals, "module_of_op", lambda name: None)
+    settings = config(splitting_ops=("verified_ops::writes",), piece_compiler="eager")
+    with testing.plugins():
+        model = elsewhere if is_told else ops_of_program.write
+        (departure,) = piecework.verify(model, (torch.randn(4, 6),), config=settings).departures
+    assert departure.missing == ()
+    assert departure.script is not None
+    assert "import verified_ops" in departure.script.read_text().splitlines()
+
+
 @pytest.mark.parametrize("kind", ["rows", "implementation"])
 def test_the_script_of_an_op_calls_it_as_verify_did(ops_of_program: Any, tmp_path: Path, kind: str) -> None:
-    other = ops_of_program.other_centred if kind == "implementation" else None
+    other = importlib.import_module("verified_others").other_centred if kind == "implementation" else None
     op = SplittingOp("verified_ops::centred", implementation=other, rows_independent=kind == "rows")
     with testing.plugins():
         found = piecework.verify(
@@ -673,7 +797,8 @@ def test_the_script_of_an_op_calls_it_as_verify_did(ops_of_program: Any, tmp_pat
     status, output = run_elsewhere(departure.script)
     assert status == 1, output
     assert "differs in" in output
-    (tmp_path / "verified_ops.py").write_text(OPS.replace("x - x.mean(0)", "x * 3").replace("x - x.sum(0)", "x * 3"))
+    (tmp_path / "verified_ops.py").write_text(OPS.replace("x - x.mean(0)", "x * 3"))
+    (tmp_path / "verified_others.py").write_text(OTHER.replace("x - x.sum(0)", "x * 3"))
     assert run_elsewhere(departure.script) == (0, "it does not show here\n")
 
 
