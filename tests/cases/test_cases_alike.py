@@ -52,7 +52,7 @@ class Twins(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
         self.k = [2.0, 3.0 if differs == "number" else 2.0, 2.0]
         self.dim = [0, 0, 0] if differs != "dim" else [0, 1, 0]
-        self.kind = [torch.float32] * 3 if differs != "dtype" else [torch.float32, torch.float64, torch.float32]
+        self.kind = [torch.float64] * 3 if differs != "dtype" else [torch.float64, torch.float16, torch.float64]
         self.zero = [0.0, -0.0 if differs == "sign of zero" else 0.0, 0.0]
         self.is_transposed = [False, differs == "layout", False]
 
