@@ -232,6 +232,15 @@ def test_nothing_of_a_capture_by_verify_stays() -> None:
         assert all(one is other for one, other in zip(plans.statics.buffers.values(), buffers, strict=True))
 
 
+def test_a_model_that_verify_compiles_gives_its_memory_back() -> None:
+    capturer = EmulatedCapturer(torch.device("cpu"))
+    with capture_models.capturing_by(capturer):
+        settings = config(piece_compiler="eager", capturer="own", capture_sizes=(4,))
+        assert piecework.verify(steps, (torch.randn(4, 6),), config=settings).sizes[0].num_graphs == 2
+    assert capturer.num_captures > 0
+    assert capturer.memory().pool_bytes == 0
+
+
 library = torch.library.Library("verify", "DEF")
 library.define("sneaky(Tensor q, Tensor out) -> Tensor")
 library.impl("sneaky", lambda q, out: (out.copy_(q * 7), q + 1)[1], "CompositeExplicitAutograd")
@@ -316,13 +325,23 @@ def test_a_model_that_is_right_is_found_right_at_every_level(level: int) -> None
     state = copy.deepcopy(model.state_dict())
     with testing.plugins():
         found = piecework.verify(
-            model, (torch.randn(4, 6),), [1, 3, 4], config=config(level=level, piece_compiler="eager")
+            model, (torch.randn(4, 6),), [1, 3, 9], config=config(level=level, piece_compiler="eager")
         )
     assert found.is_right, str(found)
     assert f"level {level}: right" in str(found)
     torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
     if level == 3:
         assert [(one.num_pieces, one.num_ops, one.num_graphs) for one in found.sizes] == [(2, 1, 2)] * 3
+
+
+def test_a_wrong_backend_of_level_2_is_named() -> None:
+    def doubling(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        return lambda *given: [result * 2 for result in graph.forward(*given)]
+
+    piecework.set_torch_compile_backend(doubling)
+    with testing.plugins():
+        (departure,) = piecework.verify(steps, (torch.randn(4, 6),), config=config(level=2)).departures
+    assert (departure.kind, departure.place) == ("piece", "the whole graph")
 
 
 class Stateful(nn.Module):
@@ -838,6 +857,9 @@ def test_a_script_does_not_pass_without_its_plugin() -> None:
         runpy.run_path(str(departure.script))
     with testing.plugins(Offset(1.0)):
         shows(departure.script)
+    with testing.plugins(Offset(0.0)), pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(departure.script))
+    assert caught.value.code == 0
 
 
 def test_scripts_of_an_op_do_not_overwrite_each_other(ops_of_program: Any) -> None:
