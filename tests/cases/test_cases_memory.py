@@ -210,6 +210,7 @@ def test_c34_memory_of_many_sizes_in_emulation(pieces: str) -> None:
 
     sizes = MANY if pieces == "eager" else MANY[3::4]
     one, many = cost([1024]), cost(sizes)
+    assert one < 5 * 1024 * 16 * 4  # Of the results of 4 pieces and 3 ops, few are needed at a time.
     assert many < 1.5 * one < 0.7 * one * sum(sizes) / 1024  # the last: all of them apart
 
 
@@ -257,7 +258,8 @@ def test_c34_capturing_at_once_takes_the_room_of_the_largest_in_any_order() -> N
 
 def test_c34_two_models_share_the_memory_of_their_captures(eager_way: Way) -> None:
     """Eager pieces: compiled code allocates the same results."""
-    calls = [eager_way.compile(layers, captures=SIZES) for _ in range(2)]
+    named = {"capturer": "emulated"} if eager_way.is_captured else {}  # The plugin that the other one finds.
+    calls = [eager_way.compile(layers, captures=SIZES, **settings) for settings in ({}, named)]
     sizes = []
     for call in calls:
         for n in reversed(SIZES):
@@ -265,6 +267,8 @@ def test_c34_two_models_share_the_memory_of_their_captures(eager_way: Way) -> No
         memory = piecework.report(call).memory
         sizes.append(memory.pool_bytes if memory is not None and eager_way.is_captured else 0)
     assert sizes[1] <= 1.6 * sizes[0]
+    plans = [compiled.plans for call in calls if (compiled := forward_of(call, "test").compiled) is not None]
+    assert len({id(one.pool) for one in plans if one is not None}) == eager_way.is_captured
     for n in SIZES:  # results of one are kept while the other runs
         x = torch.randn(n, 64)
         kept = calls[0](x)
