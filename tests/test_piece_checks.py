@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import piecework
 import piecework_inductor
@@ -179,6 +179,35 @@ def test_op_with_other_strides_than_its_fake_is_named_before_compiled_code_reads
         ):
             call(rows(4))
         torch.testing.assert_close(call(x := rows(1)), 6 * (x + 1))  # Whose strides say nothing.
+
+
+class RunsFakes:
+    """A compiler whose first piece leaves the mode of the trace as another thread does while an op runs on fakes."""
+
+    @hookimpl
+    def piecework_compile_piece(self, piece: Piece) -> CompiledPiece | None:
+        mode = next(one.fake_mode for one in piece.example_inputs if isinstance(one, FakeTensor))
+
+        def run(*inputs: Any) -> Any:
+            mode.in_kernel_invocation = True
+            return piece.graph.forward(*inputs)
+
+        return CompiledPiece(run)
+
+
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_nothing_is_read_from_fakes_which_another_thread_may_be_running(
+    debug: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIECEWORK_DEBUG", debug)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y, out = x * 2, torch.empty_like(x)
+        return ops.scale3(y) + out.zero_()
+
+    with plugins(("runs", RunsFakes())), torch.no_grad():
+        call = compiled_by(model, piece_compiler="runs", capture_sizes=())
+        torch.testing.assert_close(call(x := rows(4)), 6 * x)
 
 
 def test_results_whose_size_follows_from_data_may_have_any() -> None:

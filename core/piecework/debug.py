@@ -229,12 +229,14 @@ class _StrictCheck(PieceCheck):
             if not isinstance(result, torch.Tensor) or not result.numel():
                 continue
             if node in self.relied_on and result.layout is torch.strided:
-                traced = [self.number(step, numbers) for step in self.effects.values[node].stride()]
-                pairs = zip(result.shape, result.stride(), traced, strict=True)
-                if any(size > 1 and wanted not in (None, step) for size, step, wanted in pairs):
+                traced = self.traced[node]
+                assert traced is not None
+                wanted = [self.number(step, numbers) for step in traced.strides]
+                pairs = zip(result.shape, result.stride(), wanted, strict=True)
+                if any(size > 1 and known not in (None, step) for size, step, known in pairs):
                     raise self.error(
                         f"returned result {index} with strides {result.stride()}, and a piece that reads it was "
-                        f"compiled for {tuple(traced)}, as it was traced"
+                        f"compiled for {tuple(wanted)}, as it was traced"
                     )
             if self.step.outputs_are_fresh:
                 self.check_is_fresh(index, results, args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -24,6 +25,31 @@ def piece_check(step: PieceStep, piece: PieceRun, effects: Effects, sizes: Sizes
     return None if piece.compiler == EAGER else PieceCheck(step, effects, sizes, piece.origin)
 
 
+@dataclass(frozen=True)
+class Traced:
+    """What a trace says about a tensor: read once, since its fake one lies while another thread runs fakes.
+
+    While ops run on fakes of a mode, ``device`` of all its tensors is ``meta``, in every thread.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    layout: torch.layout
+    shape: tuple[sympy.Expr, ...]
+    strides: tuple[sympy.Expr, ...]
+
+    @classmethod
+    def of(cls, value: object, sizes: Sizes) -> Traced | None:
+        """Return it for a traced value; None for one that is no tensor."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        steps = value.stride() if value.layout is torch.strided else ()
+        shape, strides = (
+            tuple(internals.size_expression(size, sizes.shape_env) for size in given) for given in (value.shape, steps)
+        )
+        return cls(value.dtype, value.device, value.layout, shape, strides)
+
+
 class PieceCheck:
     """Compares what goes in and out of a compiled piece with what was traced.
 
@@ -37,7 +63,12 @@ class PieceCheck:
     """
 
     def __init__(self, step: PieceStep, effects: Effects, sizes: Sizes, origin: str) -> None:
-        self.step, self.effects, self.sizes, self.origin = step, effects, sizes, origin
+        self.step, self.origin = step, origin
+        self.traced = {
+            node: Traced.of(effects.values[node], sizes)
+            for node in (*step.inputs, *step.outputs)
+            if isinstance(node, Node)
+        }
 
     def inputs(self, args: Sequence[Any]) -> None:
         """Check what the piece is called with, before its code reads memory by what was traced.
@@ -47,8 +78,8 @@ class PieceCheck:
         """
         numbers = self.numbers(args)
         for value, arg in zip(self.step.inputs, args, strict=True):
-            traced = self.effects.values[value] if isinstance(value, Node) else None
-            if not isinstance(traced, torch.Tensor):
+            traced = self.traced[value] if isinstance(value, Node) else None
+            if traced is None:
                 continue
             differs = self.difference(arg, traced, numbers) or self.other_strides(arg, traced, numbers)
             if differs is not None:
@@ -76,29 +107,29 @@ class PieceCheck:
             raise self.error(f"returned {len(results)} results, allowed: {allowed}")
         numbers = self.numbers(args)
         for index, (result, node) in enumerate(zip(results, outputs, strict=True)):
-            traced = self.effects.values[node]
-            if not isinstance(traced, torch.Tensor):
+            traced = self.traced[node]
+            if traced is None:
                 continue  # A number that follows from data.
             if differs := self.difference(result, traced, numbers):
                 raise self.error(f"returned result {index} not as {differs}")
 
-    def difference(self, real: object, traced: torch.Tensor, numbers: Numbers) -> str | None:
+    def difference(self, real: object, traced: Traced, numbers: Numbers) -> str | None:
         """Return what was traced and what is there, where that differs."""
         sizes = [self.number(size, numbers) for size in traced.shape]
         if isinstance(real, torch.Tensor) and not isinstance(real, internals.FakeTensor) and not real.is_nested:
             facts = (real.dtype, real.device, real.layout, real.dim())
-            if facts == (traced.dtype, traced.device, traced.layout, traced.dim()) and all(
+            if facts == (traced.dtype, traced.device, traced.layout, len(traced.shape)) and all(
                 size in (None, length) for size, length in zip(sizes, real.shape, strict=True)
             ):
                 return None
         wanted = ["?" if size is None else size for size in sizes]
         return f"a tensor {traced.dtype}{wanted} on {traced.device}, as it was traced, but {_described(real)}"
 
-    def other_strides(self, real: torch.Tensor, traced: torch.Tensor, numbers: Numbers) -> str | None:
+    def other_strides(self, real: torch.Tensor, traced: Traced, numbers: Numbers) -> str | None:
         """Return the strides that were traced and those that are there, where elements are elsewhere by them."""
         if real.layout is not torch.strided or not real.numel():
             return None
-        wanted = [self.number(step, numbers) for step in traced.stride()]
+        wanted = [self.number(step, numbers) for step in traced.strides]
         there = zip(real.shape, real.stride(), wanted, strict=True)
         if not any(size > 1 and step not in (None, has) for size, has, step in there):
             return None
@@ -112,17 +143,16 @@ class PieceCheck:
             if isinstance(value, sympy.Symbol):
                 numbers[value] = sympy.Integer(arg)
         for value, arg in zip(self.step.inputs, args, strict=True):
-            traced = self.effects.values[value] if isinstance(value, Node) else None
-            if isinstance(traced, torch.Tensor) and isinstance(arg, torch.Tensor) and arg.dim() == traced.dim():
+            traced = self.traced[value] if isinstance(value, Node) else None
+            if traced is not None and isinstance(arg, torch.Tensor) and arg.dim() == len(traced.shape):
                 for size, length in zip(traced.shape, arg.shape, strict=True):
-                    symbol = internals.size_expression(size, self.sizes.shape_env)
-                    if isinstance(symbol, sympy.Symbol):
-                        numbers.setdefault(symbol, sympy.Integer(length))
+                    if isinstance(size, sympy.Symbol):
+                        numbers.setdefault(size, sympy.Integer(length))
         return numbers
 
-    def number(self, size: int | torch.SymInt, numbers: Numbers) -> int | None:
+    def number(self, size: sympy.Expr, numbers: Numbers) -> int | None:
         """Return a size as a number; None where it follows from data."""
-        expression = internals.size_expression(size, self.sizes.shape_env).xreplace(dict(numbers))
+        expression = size.xreplace(dict(numbers))
         return None if expression.free_symbols else int(internals.evaluate_number(expression))
 
     def error(self, what: str) -> PluginError:
