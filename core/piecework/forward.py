@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
-import linecache
 import logging
 import os
 import warnings
@@ -15,7 +13,6 @@ import torch
 
 from piecework import torch_internals as internals
 from piecework.arguments import Arguments, DynamicDims, describe_call
-from piecework.assumptions import TARGET
 from piecework.build import Builder, Compiled
 from piecework.config import CompilationConfig
 from piecework.config_checks import CompilationLevel, Size
@@ -25,13 +22,13 @@ from piecework.custom_op import CustomOp, registered_ops
 from piecework.custom_op_calls import choosing
 from piecework.custom_op_choice import CustomOpChoices
 from piecework.custom_op_switch import report_names
-from piecework.effects import warn_of_undeclared
+from piecework.dynamo_as_is import backend_of_process, dynamo_as_is
 from piecework.errors import CaptureError, CompileError, ConfigError, PieceworkWarning, TraceDepartureError
 from piecework.forking import Lock
 from piecework.plugins import PluginManager, plugin_manager
-from piecework.process_settings import is_frozen, torch_compile_backend
+from piecework.process_settings import is_frozen
 from piecework.settings import Settings, resolve_settings
-from piecework.trace import signature_of, trace, with_own_code
+from piecework.trace import signature_of, trace
 from piecework.watch import plain_dicts, watched_modules
 
 logger = logging.getLogger(__name__)
@@ -255,7 +252,7 @@ class Forward:
                     "and torch waits for that thread for ever; fork before, or after"
                 )
             if settings.level is CompilationLevel.DYNAMO_AS_IS:
-                return self.with_self(_choosing_by(self.custom_ops, _dynamo_as_is(self.target)))
+                return self.with_self(dynamo_as_is(self.target, self.custom_ops))
             if is_frozen():
                 raise CompileError(
                     f"{self.owner} was not traced before piecework.freeze(), which forbids it now; call it once before"
@@ -334,7 +331,7 @@ class Forward:
     ) -> Compiled:
         """Trace, split, deduplicate, compile, and generate the code that runs it."""
         level = settings.level
-        backend = _backend() if level is CompilationLevel.DYNAMO_ONCE else None
+        backend = backend_of_process() if level is CompilationLevel.DYNAMO_ONCE else None
         assert self.custom_ops is not None
         with choosing(self.custom_ops), plain_dicts(watched_modules()):
             traced = trace(self.target, arguments, values, owner=self.owner, backend=backend)
@@ -345,64 +342,6 @@ class Forward:
         self.report_names_of_custom_ops(settings)
         builder = Builder(self, settings, manager, traced)
         return builder.dynamo_once() if backend else builder.piecewise()
-
-
-def _backend() -> Callable[..., Any]:
-    backend = torch_compile_backend()
-    if not isinstance(backend, str):
-        return backend
-    try:
-        return internals.lookup_backend(backend)
-    except internals.InvalidBackend as error:
-        known = ", ".join(torch.compiler.list_backends())
-        raise ConfigError(f"set_torch_compile_backend: torch knows no backend {backend!r}; it has {known}") from error
-
-
-def _choosing_by(choices: CustomOpChoices, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function whose traces choose custom ops by the settings of one compilation."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if internals.is_traced():
-            return function(*args, **kwargs)
-        with choosing(choices):
-            return function(*args, **kwargs)
-
-    return call
-
-
-def _dynamo_as_is(target: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the target under ``torch.compile`` as it is, with a code object of its own.
-
-    Dynamo limits how often one code object is compiled, which many instances of a class would reach. The target is
-    no global of that function: Dynamo does not look whether an argument is still the tensor that a global holds.
-    """
-    namespace: dict[str, Any] = {"__builtins__": builtins}
-    source = (
-        f"def around({TARGET}):\n    def forward(*args, **kwargs):\n        return {TARGET}(*args, **kwargs)\n"
-        "    return forward\n"
-    )
-    filename = "<piecework level 1>"
-    exec(compile(source, filename, "exec"), namespace)
-    # torch 2.11 puts a function of its own, whose code all would share, around one without a source.
-    lines: list[str] = [*source.splitlines(True)]
-    linecache.cache[filename] = (len(source), None, lines, filename)
-    return torch.compile(with_own_code(namespace["around"](target)), backend=_WarningBackend(_backend()))
-
-
-class _WarningBackend:
-    """A backend that says which ops a compiler may leave out, and is the given one otherwise."""
-
-    def __init__(self, backend: Callable[..., Any]) -> None:
-        self.backend = backend
-
-    def __call__(self, graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
-        for node in graph.graph.nodes:
-            warn_of_undeclared(node)
-        return self.backend(graph, example_inputs, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return what torch.compile asks of a backend: its name, its settings, how to reset it."""
-        return getattr(self.backend, name)
 
 
 def _look_at_dynamo() -> None:
