@@ -185,6 +185,35 @@ def test_c21_two_dims_with_one_or_none(eager_way: Way, first: tuple[int, int]) -
             check(call, model, torch.randn(b, s))
 
 
+SQUEEZED: list[tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[int, int], bool], str]] = [
+    (lambda x: x.squeeze(0).sum(-1), lambda b, s: b == 1, "b != 1"),
+    (lambda x: x.squeeze(1).sum(0), lambda b, s: s == 1, "s != 1"),
+    (
+        lambda x: x.flatten().squeeze().cumsum(-1),
+        lambda b, s: b == s == 1,
+        "b != 1 or s != 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("squeezed", "departs", "words"), SQUEEZED, ids=["first", "second", "both"])
+def test_c21_op_that_treats_one_in_two_dims_in_its_own_way(
+    eager_way: Way, squeezed: Any, departs: Callable[[int, int], bool], words: str
+) -> None:
+    # What a trace holds for is asked here, whatever runs in the pieces.
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return squeezed(demo.scale3(x * 2)) + 1
+
+    call = eager_way.compile(model, dims={"x": {0: "b", 1: "s"}}, captures=[{"b": 4, "s": 3}])
+    for b, s in [(4, 3), (1, 3), (4, 1), (1, 1), (2, 2)]:
+        x = torch.randn(b, s)
+        if departs(b, s):
+            with pytest.raises(TraceDepartureError, match=f"holds for {words}, .*squeeze gives .*test_cases_shapes.py"):
+                call(x)
+        else:
+            check(call, model, x)
+
+
 # --- C22: what pins a dim -----------------------------------------------------------------------
 
 

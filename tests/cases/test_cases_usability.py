@@ -56,7 +56,10 @@ def test_c70_copy_pickle_and_save_a_compiled_module(way: Way, tmp_path: Path, is
     with counters.expect(num_graphs_seen=3 + (not is_called_before)):
         for one, reference in ((deep, zeroed), (call, model), (pickled, model), (shallow, model)):
             check(one, reference, x)
-    assert len({id(forward_of(one, "test").compiled) for one in (deep, call, pickled, shallow)}) == 4
+    forwards = [forward_of(one, "test") for one in (deep, call, pickled, shallow)]
+    assert len({id(forward.compiled) for forward in forwards}) == 4
+    assert all((forward.config, forward.dims) == (forwards[1].config, forwards[1].dims) for forward in forwards)
+    assert forwards[1].config is not None
     torch.save(call.state_dict(), tmp_path / "state.pt")
     fresh = Scaled().to(way.device)
     fresh.load_state_dict(torch.load(tmp_path / "state.pt"))
