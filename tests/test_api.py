@@ -434,6 +434,28 @@ def test_twenty_instances_have_one_graph_each_and_so_have_subclasses(monkeypatch
         assert_same(compiled(nested, dims={"input": 0}), reference, rows(4))
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_dims_are_those_of_the_forward_that_a_subclass_has(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    use_level(monkeypatch, 3)
+
+    @support_torch_compile
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.models.scale3(x)
+
+    class Shifted(Scaled):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+            return super().forward(x) - y
+
+    class Inherits(Shifted):
+        pass
+
+    model = (Shifted, Inherits)[depth - 1]()
+    with counters.expect(num_graphs_seen=1):
+        for n in (4, 3):
+            assert_same(model, model.forward, rows(n), rows(n))
+
+
 def test_decorated_module_inside_a_decorated_one_is_inlined(monkeypatch: pytest.MonkeyPatch) -> None:
     use_level(monkeypatch, 3)
 

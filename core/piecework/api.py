@@ -292,8 +292,8 @@ def _first_call_of_instance(instance: Any, original_call: Callable[..., Any]) ->
         state.answer = original_call
     else:
         decorated, given, dims, _ = decoration
-        if cls is not decorated and "forward" in vars(cls):
-            dims = _class_dims(cls, given)  # a subclass with a forward of its own
+        if cls.forward is not decorated.forward:
+            dims = _class_dims(cls, given)  # a subclass with a forward of its own, or one that inherits from such
         state.forward = Forward(
             instance,
             original,
