@@ -252,6 +252,17 @@ def test_tensors_made_under_inference_mode_are_no_departure(level: int) -> None:
 
 
 @both_levels
+def test_such_tensors_have_the_strides_that_their_size_asks_for(level: int) -> None:
+    call = compiled(attend, level)
+    assert_same(call, attend, rows(6, 4).t())
+    with torch.inference_mode():
+        for n in (3, 5):
+            x = rows(6, n).t()
+            torch.testing.assert_close(call(x), attend(x))
+    refuses(call, rows(3), match=r"strides of argument x are \(6, 1\), the trace needs \(1, 3\) for the shape \(3, 6\)")
+
+
+@both_levels
 def test_results_feed_back_as_inputs(level: int) -> None:
     call = compiled(attend, level)
     kept = [(x, call(x)) for x in (rows(4) for _ in range(5))]
