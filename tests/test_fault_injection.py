@@ -331,7 +331,12 @@ def test_no_memory_in_an_op_between_pieces(sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_ctrl_c_at_each_stage_leaves_the_model_usable(stage: str, capsys: pytest.CaptureFixture[str]) -> None:
-    fault_program.main("eager", stage, "SIGINT")
+    # Where pytest runs in the background of a shell, interrupts are ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        fault_program.main("eager", stage, "SIGINT")
+    finally:
+        signal.signal(signal.SIGINT, before)
     num_failures = 0 if stage == "compile failed" else 1  # The interrupt comes in the place of the failure.
     assert capsys.readouterr().out.endswith(f"right after {num_failures} failures and 1 interrupts\n")
 
