@@ -7,6 +7,7 @@ import importlib
 import json
 import operator
 import random
+import re
 import runpy
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from piecework import (
 )
 from piecework.testing import EmulatedCapturer
 from piecework.tools import origins
-from piecework.tools.cli import app
+from piecework.tools.cli import app, main
 from piecework_cudagraph.capturer import CudaGraphCapturer
 from piecework_cudagraph.options import CudaGraphOptions
 
@@ -122,6 +123,20 @@ def test_the_script_shows_the_miscompiled_op_by_itself(capsys: pytest.CaptureFix
     source = departure.script.read_text()
     assert source.count("sigmoid") == 1
     assert "+" not in source.partition("def forward")[2].partition("return")[0]  # what comes after the op is left out
+
+
+def test_a_miscompiled_op_is_named_where_no_script_can_be_written(tmp_path: Path) -> None:
+    (no_folder := tmp_path / "file").write_text("mine")
+    given = (torch.ones(4, 6),)
+    with testing.plugins(Miscompiling()):
+        found = piecework.verify(steps, given, [4], config=config(piece_compiler="miscompiling"), folder=no_folder)
+    (departure,) = found.departures
+    assert departure.op is not None
+    assert departure.op.startswith("aten::mul (")
+    assert departure.script is None
+    assert re.search(r"no script could be written \(`folder` says where\): FileExistsError: .*file", str(found))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert no_folder.read_text() == "mine"
 
 
 class Rounding(Miscompiling):
@@ -701,6 +716,37 @@ def test_command_passes_no_program_that_ends_itself(program: Path, status: int, 
     result = run(f"ends_by_{status}_in_{where}:model", "--inputs", "verified_program:example", *EAGER)
     assert isinstance(result.exception, ConfigError)
     assert f"ended the program by sys.exit({status})" in str(result.exception)
+
+
+FAILING = """
+def model(x):
+    raise ValueError("raised by the model")
+
+
+def make():
+    raise ValueError("raised by the factory")
+
+
+def inputs(size):
+    raise ValueError("raised by the inputs")
+"""
+
+
+@pytest.mark.parametrize("who", ["model", "factory", "inputs"])
+def test_status_of_the_command_is_not_that_of_a_departure_where_nothing_can_be_compared(
+    program: Path, who: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"failing_{who}"
+    (program / f"{name}.py").write_text(FAILING)
+    model = {"model": (f"{name}:model",), "factory": (f"{name}:make", "--make")}.get(who, ("verified_program:model",))
+    inputs = f"{name}:inputs" if who == "inputs" else "verified_program:example"
+    monkeypatch.setattr(sys, "argv", ["piecework", "verify", *model, "--inputs", inputs, "--size", "4", *EAGER])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    said = capsys.readouterr()
+    assert said.err.endswith(f"ValueError: raised by the {who}\n")
+    assert said.out == ""
 
 
 # --- scripts in a process of their own ----------------------------------------------------------

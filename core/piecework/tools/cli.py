@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from dataclasses import asdict
 from typing import Annotated
 
@@ -30,11 +31,17 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line; what a user got wrong is told in a line, not in a traceback."""
+    """Run the command line; what a user got wrong is told in a line, not in a traceback.
+
+    The exit status is 2 wherever a command can't do its work: 1 says that it did, and found something.
+    """
     try:
         app()
     except PieceworkError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except Exception:  # of a program that is looked at: its own traceback, which says where
+        traceback.print_exc()
         sys.exit(2)
 
 

@@ -45,7 +45,7 @@ def verify_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Compare a model with eager step by step; the exit status is 1 where something departs.
+    """Compare a model with eager step by step; the exit status is 1 where something departs, 2 where it can't be told.
 
     Modules are looked for in the current folder, too: python -m piecework verify my_model:model --inputs
     my_model:inputs --size 1,8. On a CPU, captures are emulated where no plugin makes them.

@@ -41,6 +41,7 @@ class Departure:
         op_difference: how that one's result departs.
         script: shows it by itself, and exits with 1 where it does; None where it takes the whole model.
         missing: what has to be added to the script by hand first.
+        script_error: why no script could be written, where one was tried.
         compiler: the plugin that compiled the piece; None where that is not what departs.
         moved: parameters and buffers whose memory is elsewhere than at the capture, where the answer is what departs.
     """
@@ -52,6 +53,7 @@ class Departure:
     op_difference: Difference | None = None
     script: Path | None = None
     missing: tuple[str, ...] = ()
+    script_error: str | None = None
     compiler: str | None = None
     moved: tuple[str, ...] = ()
 
@@ -65,6 +67,8 @@ class Departure:
         if self.script is not None:
             first = f" (first {' and '.join(self.missing)})" if self.missing else ""
             found.append(f"  python {self.script} shows it{first}")
+        if self.script_error is not None:
+            found.append(f"  no script could be written (`folder` says where): {self.script_error}")
         return found
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -340,8 +341,9 @@ class _Verifier:
         """
         departure = Departure(finding.kind, finding.place, finding.difference)
         if finding.kind in ("declaration", "implementation", "rows"):
-            script = script_of_op(finding, self.tolerance, self.folder, program=self.program)
-            return replace(_with_script(departure, script), op=finding.op_name)
+            departure = replace(departure, op=finding.op_name)
+            write_script = partial(script_of_op, finding, self.tolerance, self.folder, program=self.program)
+            return _with_script(departure, write_script)
         if len(finding.pieces) != 1 or finding.args is None:
             return departure
         make = self.recompiled(finding, given) if finding.kind == "piece" else self.recaptured()
@@ -354,7 +356,8 @@ class _Verifier:
 
         assert self.forward.settings is not None
         compiler, config = self.compiler(finding), self.forward.settings.config
-        script = script_of_piece(
+        write_script = partial(
+            script_of_piece,
             replace(self.piece(finding), graph=graph),
             finding,
             wrong,
@@ -365,7 +368,7 @@ class _Verifier:
             plugins=self.plugins(finding),
             program=self.program,
         )
-        departure = _with_script(replace(departure, compiler=compiler), script)
+        departure = _with_script(replace(departure, compiler=compiler), write_script)
         return departure if wrong is None else replace(departure, op=wrong.name, op_difference=wrong.difference)
 
     @property
@@ -424,7 +427,11 @@ class _Verifier:
         return lambda graph: _captured(graph, plans)
 
 
-def _with_script(departure: Departure, script: Script | None) -> Departure:
+def _with_script(departure: Departure, write: Callable[[], Script | None]) -> Departure:
+    try:
+        script = write()
+    except Exception as error:  # Whatever is wrong with the script must not hide what departs.
+        return replace(departure, script_error=f"{type(error).__name__}: {error}")
     return departure if script is None else replace(departure, script=script.path, missing=script.missing)
 
 
