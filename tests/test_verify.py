@@ -33,6 +33,7 @@ from piecework import (
     Recordable,
     SplittingOp,
     Verification,
+    counters,
     testing,
 )
 from piecework.testing import EmulatedCapturer
@@ -390,6 +391,55 @@ def test_what_a_model_writes_is_compared_and_put_back() -> None:
         with torch.no_grad():
             call(torch.ones(4, 6), cache)  # The captures are still there, and right.
     assert model.total.tolist() == [4.0] * 6
+
+
+class Interrupts:
+    """Interrupts the n-th run of an op, as Ctrl-C would."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.num_runs = at, 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_runs += 1
+        if self.num_runs == self.at:
+            raise KeyboardInterrupt
+        return x * 3
+
+
+def test_an_interrupt_at_any_run_of_an_op_leaves_all_as_it_was() -> None:
+    model, cache, x = Stateful(), {"k": torch.zeros(8, 6)}, torch.randn(4, 6)
+    model.total.fill_(2)
+    state = copy.deepcopy(model.state_dict())
+    op = Interrupts(0)
+    settings = config(
+        piece_compiler="eager",
+        capture_sizes=(4,),
+        splitting_ops=(SplittingOp("models::scale3", implementation=op),),
+    )
+    is_done, at = False, 0
+    with testing.plugins(), torch.no_grad():
+        call = piecework.compile(model, config=settings, dynamic_arg_dims={"x": 0})
+        call(x, cache)
+        model.load_state_dict(state)
+        cache["k"].zero_()
+        while not is_done:
+            at += 1
+            op.at, op.num_runs = at, 0
+            before = torch.get_rng_state()
+            try:
+                found = piecework.verify(call, (x, cache), [4, 3])
+                is_done = True
+                assert found.is_right, str(found)
+            except KeyboardInterrupt:
+                pass
+            assert torch.equal(torch.get_rng_state(), before)
+            torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
+            assert not cache["k"].any()
+        op.at = 0
+        with counters.expect(num_graphs_seen=0, num_graph_captures=0):
+            call(x, cache)
+        torch.testing.assert_close(model.total, 2 + x.sum(0))
+    assert at > 10
 
 
 def test_a_weight_that_moved_is_named() -> None:
