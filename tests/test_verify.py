@@ -32,6 +32,7 @@ from piecework import (
     Piece,
     Recordable,
     SplittingOp,
+    TraceDepartureError,
     Verification,
     counters,
     testing,
@@ -358,6 +359,39 @@ def test_a_wrong_backend_of_level_2_is_named() -> None:
     with testing.plugins():
         (departure,) = piecework.verify(steps, (torch.randn(4, 6),), config=config(level=2)).departures
     assert (departure.kind, departure.place) == ("piece", "the whole graph")
+
+
+LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "transposed": lambda: torch.randn(6, 4).t(),
+    "every second column": lambda: torch.randn(4, 12)[:, ::2],
+    "wider rows": lambda: torch.randn(4, 9)[:, 2:8],
+    "wider columns": lambda: torch.randn(6, 9).t()[:4],
+    "one row for all": lambda: torch.randn(1, 6).expand(4, 6),
+    "one column for all": lambda: torch.randn(4, 1).expand(4, 6),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_sizes_are_laid_out_as_the_inputs_are(layout: str) -> None:
+    x = LAYOUTS[layout]()
+    content = x.clone()
+    with testing.plugins():
+        found = piecework.verify(steps, (x,), [4, 3, 9, 1], config=config(piece_compiler="eager"))
+    assert found.is_right, str(found)
+    assert all("the pieces" in one.answered_by for one in found.sizes)
+    assert torch.equal(x, content)
+
+
+def test_sizes_that_fit_no_such_layout_are_told() -> None:
+    with testing.plugins(), pytest.raises(TraceDepartureError, match="strides of argument x"):
+        x = LAYOUTS["wider columns"]()
+        piecework.verify(steps, (x,), [4, 10], config=config(piece_compiler="eager"))
+
+
+def test_a_call_without_rows_is_answered_by_the_original() -> None:
+    with testing.plugins():
+        found = piecework.verify(steps, (torch.randn(0, 6),), config=config(piece_compiler="eager"))
+    assert found.sizes[0].answered_by == "the original"
 
 
 class Stateful(nn.Module):

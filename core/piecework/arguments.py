@@ -371,7 +371,7 @@ class _Reader:
             self.first_seen.setdefault(name, path)
             dims[dim] = name
         strides = tuple(value.stride())
-        return TensorSpec(path, value.dtype, value.device, tuple(dims), _dense_order(value), strides)
+        return TensorSpec(path, value.dtype, value.device, tuple(dims), dense_order(value), strides)
 
 
 def oddity(tensor: torch.Tensor) -> str | None:
@@ -391,7 +391,8 @@ def oddity(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the dims from the outermost to the innermost; None where there are gaps, or elements share memory."""
     natural = tuple(range(tensor.dim()))
     by_stride = tuple(sorted(natural, key=lambda dim: (-tensor.stride(dim), dim)))
     for order in (natural, by_stride):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from piecework import torch_internals as internals
-from piecework.arguments import DynamicDims, describe_call
+from piecework.arguments import DynamicDims, dense_order, describe_call
 from piecework.config_checks import Size
 from piecework.errors import ConfigError, PieceworkError
 from piecework.forward import Forward
@@ -124,7 +124,7 @@ def resized(call: Call, dims: DynamicDims, signature: inspect.Signature, owner: 
 
 
 def _with_lengths(tensor: torch.Tensor, lengths: Mapping[int, int], argument: str) -> torch.Tensor:
-    """Return a tensor with other lengths of some dims, and dims in the same order in memory."""
+    """Return a tensor with other lengths of some dims, laid out as a trace of the given one asks for."""
     if all(tensor.size(dim) == length for dim, length in lengths.items()):
         return tensor
     order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
@@ -135,7 +135,23 @@ def _with_lengths(tensor: torch.Tensor, lengths: Mapping[int, int], argument: st
                 raise ConfigError(f"verify: argument {argument} has no rows along dim {dim} that could come again")
             index = torch.arange(length, device=tensor.device) % tensor.size(dim)
             made = made.index_select(order.index(dim), index)
-        return made.permute([order.index(dim) for dim in range(tensor.dim())])
+        made = made.permute([order.index(dim) for dim in range(tensor.dim())])
+        return made if dense_order(tensor) is not None else _with_strides(made, tensor.stride())
+
+
+def _with_strides(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """Return a tensor laid out by strides; as it is, where its elements would meet."""
+    rows = tensor
+    for dim, step in enumerate(strides):
+        rows = rows.narrow(dim, 0, 1) if step == 0 else rows  # Expanded: the same all along.
+    span = 1
+    for step, size in sorted(zip(strides, rows.shape, strict=True)):
+        if size > 1 and step < span:
+            return tensor
+        span += step * (size - 1)
+    return (
+        torch.empty_strided(rows.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(rows).expand_as(tensor)
+    )
 
 
 def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

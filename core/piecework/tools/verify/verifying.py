@@ -229,7 +229,7 @@ class _Verifier:
             return risen[0]
         compiled = self.forward.compiled
         if compiled is None:
-            return "the original" if self.level is CompilationLevel.NO_COMPILATION else "torch.compile"
+            return "torch.compile" if self.level is CompilationLevel.DYNAMO_AS_IS else "the original"
         return "the pieces uncaptured" if compiled.split is not None else "the backend of level 2"
 
     # Who is wrong.
