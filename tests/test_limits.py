@@ -603,6 +603,33 @@ def train_eval() -> Seen:
     return seen
 
 
+@shows("added-hook")
+def added_hook() -> Seen:
+    model = Linear()
+    call = first(compiled(model), rows(3))
+    hook = model.linear.register_forward_hook(lambda *given: given[2] * 2)
+    seen = error_of(call, rows(3))
+    hook.remove()
+    same(call, model, rows(3))
+    return seen
+
+
+@shows("removed-hook")
+def removed_hook() -> Seen:
+    model = Linear()
+    hook = model.linear.register_forward_hook(lambda *given: given[2] * 2)
+    call = first(compiled(model), rows(3))
+    same(call, model, rows(3))
+    hook.remove()
+    num_calls = piecework.report(call).num_calls_for_all_addresses
+
+    def calls() -> None:
+        for _ in range(num_calls):
+            call(rows(3))
+
+    return error_of(calls)
+
+
 @shows("other-weights")
 def other_weights() -> Seen:
     model = Linear()
@@ -1179,11 +1206,6 @@ def rebound_global() -> Seen:
 @shows("patched-function")
 def patched_function() -> Seen:
     return assumed(Helped(), _patching("helper", lambda x: x * 9))
-
-
-@shows("added-hook")
-def added_hook() -> Seen:
-    return assumed(Linear(), lambda model: model.linear.register_forward_hook(lambda *given: given[2] * 2).remove)
 
 
 @shows("hook-of-all")

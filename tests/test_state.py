@@ -753,3 +753,50 @@ def test_hooks_are_traced_with_the_model(level: int) -> None:
     call = compiled(model, level)
     for n in (4, 3):
         assert_same(call, model, rows(n))
+
+
+def _doubles_args(module: Any, args: Any, named: Any) -> Any:
+    return (args[0] * 2,), named
+
+
+ADDED: list[Callable[[Any, Any], Any]] = [
+    lambda model, call: model.linear.register_forward_hook(lambda module, args, result: result * 2),
+    lambda model, call: model.linear.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+    lambda model, call: model.register_forward_hook(lambda module, args, result: result * 2, always_call=True),
+    lambda model, call: call.register_forward_pre_hook(_doubles_args, with_kwargs=True),
+]
+
+
+@both_levels
+@pytest.mark.parametrize("add", ADDED)
+@pytest.mark.parametrize("on_failure", ["error", "eager"])
+def test_hook_that_is_added_after_the_trace_is_noticed_by_the_next_call(
+    level: int, add: Callable[[Any, Any], Any], on_failure: Any
+) -> None:
+    model = Linear()
+    call = compiled(model, level, on_failure=on_failure)
+    assert_same(call, model, x := rows(4))
+    hook = add(model, call)
+    if on_failure == "error":
+        refuses(call, x, match="hooks")
+    else:
+        with pytest.warns(PieceworkWarning, match="hooks"):
+            assert_same(call, model, x)
+    hook.remove()
+    with counters.expect(num_graphs_seen=0):
+        assert_same(call, model, x)
+    assert sum(piecework.report(call).num_eager_calls.values()) == (on_failure == "eager")
+
+
+@both_levels
+def test_hooks_that_were_traced_are_missed_when_they_are_gone(level: int) -> None:
+    model = Wide()
+    hooks = [model.linear.register_forward_hook(lambda module, args, result: result * 2) for _ in range(2)]
+    call = compiled(model, level)
+    assert_same(call, model, rows(4))
+    hooks[0].remove()
+    num_calls = piecework.report(call).num_calls_for_all_addresses
+    with pytest.raises(TraceDepartureError, match=r"self.linear._forward_hooks.* == 2, now it is 1"):
+        for _ in range(num_calls):
+            call(rows(4))
+    refuses(call, rows(4), match="now it is 1")

@@ -418,7 +418,7 @@ def release(model: Any) -> None:
 def verify_assumptions(model: Any) -> None:
     """Check everything that the trace of a model assumed, and not only what calls check.
 
-    That is all that Dynamo recorded: globals, patched functions, hooks added to inner modules,
+    That is all that Dynamo recorded: globals, patched functions, hooks of modules,
     attributes written through ``__dict__``, and the address of every parameter. It takes some
     microseconds per recorded fact, so that it is called on demand.
 

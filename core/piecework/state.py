@@ -81,9 +81,11 @@ def _is_constant(value: Any) -> bool:
     return value is None or isinstance(value, (int, float, complex, str, bytes, torch.dtype, torch.device))
 
 
-def _is_dict_of_module(source: str) -> bool:
-    """Whether a source is one of the dicts that a module keeps itself in, which have events of their own."""
-    return re.search(r"\._(parameters|buffers|modules|\w*hooks\w*)$|__dict__", source) is not None
+def _has_events(source: str, value: Any) -> bool:
+    """Whether a source is one of the dicts that a module keeps itself in; hooks that are there go without an event."""
+    if re.search(r"\._\w*hooks\w*$", source) is not None:
+        return not value
+    return re.search(r"\._(parameters|buffers|modules)$|__dict__", source) is not None
 
 
 def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -136,7 +138,7 @@ class BoundState:
             tensor = self.current(source)
             assert isinstance(tensor, torch.Tensor)
             self.bindings.append(_Binding(name, source, tensor, _facts(tensor)))
-        self.root, self.read = root, [source for source in read if not _is_dict_of_module(source)]
+        self.root, self.read = root, [source for source in read if not _has_events(source, self.current(source))]
         self.written = written
         self.aliases = self.alias_pattern()
         self.windows: Iterator[tuple[tuple[torch.Tensor, ...], list[int]]]

@@ -1,8 +1,8 @@
 """Notice changes of a traced model's state by events, before its next answer.
 
 This is the only place where classes of the user's are touched: ``__setattr__``, ``__delattr__``,
-``_apply`` and ``load_state_dict`` of the traced modules' classes tell of a change, and so do the
-dicts that hold parameters, buffers and submodules. What goes past both is found by the sample of
+``_apply``, ``load_state_dict`` and what registers forward hooks of the traced modules' classes tell of a
+change, and so do the dicts that hold parameters, buffers and submodules. What goes past both is found by the sample of
 addresses (``p.data = t``) or by ``verify_assumptions`` only (writes through ``__dict__``).
 """
 
@@ -19,7 +19,10 @@ from torch import nn
 from piecework import torch_internals as internals
 from piecework.forking import Lock
 
-_WATCHED_METHODS = ("__setattr__", "__delattr__", "_apply", "load_state_dict")
+_WATCHED_METHODS = (
+    *("__setattr__", "__delattr__", "_apply", "load_state_dict"),
+    *("register_forward_hook", "register_forward_pre_hook"),
+)
 _STATE_DICTS = ("_parameters", "_buffers", "_modules")
 
 _watches: dict[int, weakref.WeakSet[Watch]] = {}
