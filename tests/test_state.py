@@ -791,7 +791,7 @@ def test_hook_that_is_added_after_the_trace_is_noticed_by_the_next_call(
 @both_levels
 def test_hooks_that_were_traced_are_missed_when_they_are_gone(level: int) -> None:
     model = Wide()
-    hooks = [model.linear.register_forward_hook(lambda module, args, result: result * 2) for _ in range(2)]
+    hooks = [model.linear.register_forward_hook(lambda module, args, result: -result) for _ in range(2)]
     call = compiled(model, level)
     assert_same(call, model, rows(4))
     hooks[0].remove()
