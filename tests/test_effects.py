@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 
 import capture_models  # registers the ops
+import piecework
 import split_models  # registers the ops
+from piecework import CompileError
 from piecework import torch_internals as internals
 from piecework.effects import Effects, aten_name, find_effects, fresh_fake, line_of, op_name, overload_of, tensors_in
 from split_models import ops, rows
@@ -262,3 +264,20 @@ def test_running_statistics_of_norms_are_written_in_training_only() -> None:
     nodes, effects = effects_of(model, rows(4), torch.zeros(6), torch.ones(6))
     norms = nodes_with(nodes, "norm")
     assert [len(effects.written[node]) for node in norms] == [2, 0, 2, 2]
+
+
+torch.library.define("effects::rawslice", "(Tensor x) -> Tensor")
+torch.library.impl("effects::rawslice", "CompositeExplicitAutograd", lambda x: x[:2].clone())
+
+
+@pytest.mark.parametrize("cuts", [(), ("effects::rawslice",)])
+def test_op_that_can_not_run_on_fakes_is_a_compile_error_with_its_name(cuts: tuple[str, ...]) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.effects.rawslice(x + 1) * 2
+
+    settings: dict[str, Any] = {"piece_compiler": "eager", "splitting_ops": cuts}
+    with pytest.raises(CompileError, match=r"effects::rawslice can't run on fake tensors.*register_fake.*rawslice\(x"):
+        piecework.compile(model, config=piecework.CompilationConfig(**settings))(torch.randn(3, 4))
+    call = piecework.compile(model, config=piecework.CompilationConfig(**settings, on_failure="eager"))
+    with pytest.warns(piecework.PieceworkWarning, match="runs eagerly from now on: effects::rawslice"):
+        assert torch.equal(call(x := torch.randn(3, 4)), model(x))

@@ -15,7 +15,7 @@ from torch.fx import Interpreter, Node
 from torch.fx.node import map_arg
 
 from piecework import torch_internals as internals
-from piecework.errors import CompileError, PieceworkWarning
+from piecework.errors import CompileError, PieceworkError, PieceworkWarning
 
 ALLOCATIONS = frozenset(
     f"aten::{name}"
@@ -98,7 +98,7 @@ def find_effects(graph: torch.fx.GraphModule, fake_mode: internals.FakeTensorMod
     """Run a traced graph once on fresh fake inputs, and note what each node does.
 
     Raises:
-        CompileError: a node changes the shape of one of its arguments in place.
+        CompileError: a node changes the shape of one of its arguments in place, or can't run on fakes.
     """
     finder = _Finder(graph, fake_mode)
     examples = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
@@ -140,6 +140,15 @@ class _Finder(Interpreter):
             result = super().run_node(n)
         except internals.DataDependentOutputException:
             result = n.meta["example_value"]  # a number read from a tensor, which a fake one does not hold
+        except PieceworkError:
+            raise
+        except Exception as error:  # of an op whose kernel, or whose fake implementation, can't take such tensors
+            self.extra_traceback = False  # The message has the user's line.
+            said = str(error).strip().partition("\n")[0]
+            raise CompileError(
+                f"{op_name(n) or n.target} can't run on fake tensors whose sizes vary: {type(error).__name__}: {said}; "
+                f"register a fake implementation of it by torch.library.register_fake{line_of(n)}"
+            ) from error
         written = set(self.declared_writes(n, given))
         for tensors in given.values():
             for tensor in tensors:
