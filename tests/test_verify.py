@@ -32,7 +32,6 @@ from piecework import (
     Piece,
     Recordable,
     SplittingOp,
-    TraceDepartureError,
     Verification,
     counters,
     testing,
@@ -383,9 +382,79 @@ def test_other_sizes_are_laid_out_as_the_inputs_are(layout: str) -> None:
 
 
 def test_sizes_that_fit_no_such_layout_are_told() -> None:
-    with testing.plugins(), pytest.raises(TraceDepartureError, match="strides of argument x"):
+    with testing.plugins():
         x = LAYOUTS["wider columns"]()
-        piecework.verify(steps, (x,), [4, 10], config=config(piece_compiler="eager"))
+        found = piecework.verify(steps, (x,), [4, 10], config=config(piece_compiler="eager"))
+    (departure,) = found.departures
+    assert departure.kind == "refused"
+    assert "strides of argument x" in str(departure.difference)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ops.scale3(x) * self.scale
+
+
+def test_a_call_that_departs_from_the_trace_is_told_with_the_reason() -> None:
+    model, x = Scaled(), torch.randn(4, 6)
+    with testing.plugins():
+        call = piecework.compile(model, config=config(piece_compiler="eager"))
+        call(x)
+        model.scale = 3.0
+        found = piecework.verify(call, (x,), [4, 3])
+    assert [one.kind for one in found.departures] == ["refused"] * 2
+    assert "the trace relies on self.scale == 2.0, now it is 3.0" in str(found)
+    assert "no step was compared" in str(found)
+
+
+def _wrongly_shaped(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+torch.library.custom_op("verify::wrongly_shaped", _wrongly_shaped, mutates_args=()).register_fake(
+    lambda x: x.new_empty(x.shape[0], 5)
+)
+
+
+def test_an_op_whose_fake_stops_the_trace_is_named() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.verify.wrongly_shaped(x + 1) + x
+
+    with testing.plugins():
+        found = piecework.verify(model, (torch.randn(4, 6),), [4], config=config(piece_compiler="eager"))
+    (departure,) = found.departures
+    assert (departure.kind, departure.op) == ("declaration", "verify::wrongly_shaped")
+    assert "(4, 6)" in str(departure.difference)
+    assert "(4, 5)" in str(departure.difference)
+    assert "CompileError" in found.sizes[0].answered_by
+
+
+_KEPT: dict[tuple[int, ...], torch.Tensor] = {}
+
+
+def _keeps(x: torch.Tensor) -> torch.Tensor:
+    return _KEPT.setdefault(tuple(x.shape), torch.empty_like(x)).copy_(x)
+
+
+torch.library.custom_op("verify::keeps", _keeps, mutates_args=()).register_fake(torch.empty_like)
+
+
+@pytest.mark.parametrize("cuts", [("verify::keeps",), ()], ids=["splitting", "inside a piece"])
+def test_an_op_that_keeps_its_memory_is_named_whatever_ran_before(cuts: tuple[str, ...]) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.verify.keeps(x + 1) * 2
+
+    with testing.plugins():
+        for _ in range(2):
+            settings = config(piece_compiler="eager", splitting_ops=cuts)
+            (departure,) = piecework.verify(model, (torch.randn(4, 6),), config=settings).departures
+            assert departure.kind == "declaration"
+            assert "verify::keeps" in departure.place or "verify::keeps" in str(departure.difference)
+            assert "in memory that an earlier call of it returned" in str(departure.difference)
 
 
 def test_a_call_without_rows_is_answered_by_the_original() -> None:

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 import piecework
 from piecework import torch_internals as internals
+from piecework.declarations import checked_call
 from piecework.effects import ALLOCATIONS, line_of, op_name, tensors_in
 from piecework.exact import copied_graph
 from piecework.tools.verify.calls import Kept, random_numbers_put_back
@@ -138,6 +139,7 @@ def _gives_tensor(node: Node) -> bool:
 
 _UNTOLD = ALLOCATIONS | {"aten::detach", "aten::alias"}
 """Ops whose results mean nothing yet, and those that gradients add."""
+_BUILT_IN = ("aten", "prim", "prims")
 
 
 class OpLog(internals.TorchDispatchMode):
@@ -161,6 +163,27 @@ class OpLog(internals.TorchDispatchMode):
     def note(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         """Keep copies of the results of one op."""
         self.entries.append((name, [clone(tensor) for tensor in tensors]))
+
+
+class DeclarationCheck(internals.TorchDispatchMode):
+    """Compares ops that are no built-in ones with what they declare, whenever they run under it."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrong: WrongOp | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        is_own = isinstance(func, internals.OpOverload) and func.namespace not in _BUILT_IN
+        if self.wrong is not None or not is_own:
+            return func(*args, **(kwargs or {}))
+        result, problems = checked_call(func, func, args, kwargs or {})
+        if problems:
+            self.wrong = WrongOp(func.name(), Difference("", "; ".join(problems)))
+        return result
 
 
 class OpComparison(OpLog):

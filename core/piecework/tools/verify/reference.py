@@ -62,7 +62,7 @@ class Reference:
                 compiled = _outcome(lambda: self.compiled[index](*args), kept)
             kept.put_back()
             state = random_state(self.device)
-            checker = _Declarations(step.graph)
+            checker = _Declarations(step.graph, self.device)
             reference = checker.run(*args)
             expected = {"result": clone(list(reference)), **kept.changed()}
             problem = checker.problem
@@ -98,7 +98,7 @@ class Reference:
                 with random_numbers_put_back(self.device):
                     other = _outcome(lambda: [implementation(*args, **kwargs)], kept)
                 kept.put_back()
-            result, problems = checked_call(function, overload, args, kwargs)
+            result, problems = _checked_twice(function, overload, args, kwargs, self.device)
             if problems:
                 text = "; ".join(problems)
                 self.findings.append(replace(called, kind="declaration", place=name, difference=Difference("", text)))
@@ -218,8 +218,9 @@ def op_by_op(compiled: Compiled, inputs: GraphInputs) -> Callable[[Run, tuple[An
 class _Declarations(Interpreter):
     """Runs a piece op by op, and looks at what ops that are no built-in ones do to their arguments."""
 
-    def __init__(self, graph: GraphModule) -> None:
+    def __init__(self, graph: GraphModule, device: torch.device) -> None:
         super().__init__(graph, garbage_collect_values=False)
+        self.device = device
         self.problem: Finding | None = None
         self.node: Node | None = None
 
@@ -237,11 +238,27 @@ class _Declarations(Interpreter):
         if isinstance(target, internals.OpOverloadPacket):
             overload = getattr(target, internals.called_overload(target, args, kwargs) or "default")
         before = clone(args), clone(kwargs)
-        result, problems = checked_call(function, overload, args, kwargs)
+        result, problems = _checked_twice(function, overload, args, kwargs, self.device)
         if problems:
             difference = Difference("", "; ".join(problems))
             self.problem = Finding("declaration", "", difference, None, (), self.node, *before, overload)
         return result
+
+
+def _checked_twice(
+    function: Callable[..., Any],
+    overload: internals.OpOverload | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+) -> tuple[Any, list[str]]:
+    """Run an op, and once more on copies while the first result is there: memory that it keeps shows then."""
+    copies = clone(args), clone(kwargs)
+    result, problems = checked_call(function, overload, args, kwargs)
+    if not problems and overload is not None:
+        with random_numbers_put_back(device):
+            _, problems = checked_call(function, overload, *copies)
+    return result, problems
 
 
 def _outcome(run: Callable[[], Any], kept: Kept) -> dict[str, Any]:

@@ -17,6 +17,8 @@ MEANINGS = {
     "original": "the original gives something else when it runs again on the same inputs (numbers that torch did not "
     "draw, a clock, state that is no parameter or buffer); nothing can be compared with it",
     "trace": "the trace departs from the original, op by op: something that it assumed is no longer so",
+    "refused": "the original runs, and the compiled model refuses this call: it can't be traced or compiled, or it is "
+    "another call than was traced; no step was compared",
     "capture": "a captured graph departs from the same code uncaptured, after steps that agree: it reads or writes "
     "memory elsewhere (a stale address), or what it does is not recorded",
     "between graphs": "what runs between two graphs departs from the same in an uncaptured call",

@@ -20,14 +20,22 @@ from piecework.capturing import Recordable
 from piecework.compilers import specialised
 from piecework.config import CompilationConfig
 from piecework.config_checks import CompilationLevel, Size, check_sizes
-from piecework.errors import CaptureError, ConfigError
+from piecework.errors import CaptureError, ConfigError, TraceDepartureError
 from piecework.forward import Forward
 from piecework.inputs import key_of_values
 from piecework.pieces import Piece
 from piecework.plans import Plans
 from piecework.plugins import plugin_manager
 from piecework.settings import cache_dir
-from piecework.tools.verify.blame import Compile, OpComparison, OpLog, WrongOp, departs, first_wrong_op
+from piecework.tools.verify.blame import (
+    Compile,
+    DeclarationCheck,
+    OpComparison,
+    OpLog,
+    WrongOp,
+    departs,
+    first_wrong_op,
+)
 from piecework.tools.verify.calls import Call, Inputs, Kept, calls_of_sizes, same_random_numbers
 from piecework.tools.verify.chains import Finding, entry_with, inputs_now
 from piecework.tools.verify.comparing import EXACT, Difference, Tolerance, clone, first_difference
@@ -143,7 +151,10 @@ class _Verifier:
             self.level = self.forward.level
             error = answer.error
             by = self.who_answered(before) if error is None else f"an error: {type(error).__name__}: {error}"
-            departure, counts = self.departure(call, kept, eager, answer)
+            if error is not None and (self.forward.compiled is None or isinstance(error, TraceDepartureError)):
+                departure, counts = self.refused(call, kept, error), SizeVerification(call.size, "")
+            else:
+                departure, counts = self.departure(call, kept, eager, answer)
             is_comparable = not counts.random_pieces or answer.error is not None
             if (
                 departure is None
@@ -274,6 +285,19 @@ class _Verifier:
         if (difference := answer.difference(chain, self.tolerance)) is not None:
             return Departure("call", "the answer to the call", difference), counts
         return None, counts
+
+    def refused(self, call: Call, kept: Kept, error: Exception) -> Departure:
+        """Return that a call gives an error before any step; or the op whose declaration may have led to it."""
+        check = DeclarationCheck()
+
+        def run() -> Any:
+            with check:
+                return self.original(call)()
+
+        self.outcome(kept, run)
+        if check.wrong is not None:
+            return Departure("declaration", check.wrong.name, check.wrong.difference, op=check.wrong.name)
+        return Departure("refused", "the call", Difference("it", f"raised {type(error).__name__}: {error}"))
 
     def departed_capture(self, call: Call, kept: Kept, finding: Finding, uncaptured: Uncaptured) -> Departure:
         """Find the first op that departs in a captured graph of one piece."""
