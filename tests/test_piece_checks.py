@@ -155,7 +155,7 @@ def test_op_that_gives_something_else_than_its_fake_is_named_before_compiled_cod
             call(rows(4))
     if settings.get("capture_sizes") != (4,) or capturable:
         assert re.search(
-            r"piece_1 was compiled for \w+ as a tensor torch.int64\[4\] on cpu, as it was traced, but a tensor "
+            r"piece_1 was compiled for '\w+' as a tensor torch.int64\[4\] on cpu, as it was traced, but a tensor "
             r"torch.int32\[4\] on cpu; cut::lies.*test_piece_checks.py.* gives something else than its fake",
             str(caught.value),
         )

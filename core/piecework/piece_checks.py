@@ -85,7 +85,7 @@ class PieceCheck:
             if differs is not None:
                 assert isinstance(value, Node)
                 raise CompileError(
-                    f"{self.step.name} was compiled for {value.name} as {differs}; {op_name(value) or value.target}"
+                    f"{self.step.name} was compiled for {value.name!r} as {differs}; {op_name(value) or value.target}"
                     f"{line_of(value)} gives something else than its fake implementation, which is to be mended"
                 )
 

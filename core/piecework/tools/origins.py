@@ -85,8 +85,8 @@ def registration_of_plugins(names: Sequence[str]) -> Lines:
             found = reference(type(plugin))
         condition = f"if {name!r} not in {{info.name for info in plugin_manager().infos()}}:"
         if found is None:
-            exits = f'    sys.exit("register the plugin {name!r} in this script first")'
-            lines = (f"# Register here the plugin {name!r}.", "import sys", condition, exits)
+            says = f'    print("register the plugin {name!r} in this script first", file=sys.stderr)'
+            lines = (f"# Register here the plugin {name!r}.", "import sys", condition, says, "    sys.exit(2)")
             made += Lines(("from piecework.plugins import plugin_manager", *lines), (f"register the plugin {name!r}",))
         else:
             lines = (*found[0], condition, f"    plugin_manager().register({found[1]}, name={name!r})")

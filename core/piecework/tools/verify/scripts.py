@@ -212,8 +212,11 @@ def _implementation(finding: Finding) -> tuple[str, Lines]:
     found = reference(finding.implementation)
     if found is not None:
         return found[1], Lines(found[0])
-    exits = 'sys.exit("import the implementation in this script first, and delete this line")'
-    lines = (f"# Import here the implementation of the op: {finding.implementation!r}.", exits)
+    lines = (
+        f"# Import here the implementation of the op: {finding.implementation!r}.",
+        'print("import the implementation in this script first, and delete these lines", file=sys.stderr)',
+        "sys.exit(2)",
+    )
     return "implementation", Lines(lines, ("import the implementation as `implementation`",))
 
 
