@@ -333,6 +333,9 @@ def test_a_trace_that_no_longer_holds_is_named(monkeypatch: pytest.MonkeyPatch) 
     assert departure.op is not None
     assert departure.op.startswith("aten::mul")
     assert "x + 1) * FACTOR" in departure.op
+    assert departure.assumption is not None
+    assert re.fullmatch(r"the trace relies on .*FACTOR == 2.0.*", departure.assumption)
+    assert departure.assumption in str(found)
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])

@@ -45,6 +45,7 @@ class Departure:
         missing: what has to be added to the script by hand first.
         script_error: why no script could be written, where one was tried.
         compiler: the plugin that compiled the piece; None where that is not what departs.
+        assumption: what the trace assumed and is no longer so, where the trace departs.
         moved: parameters and buffers whose memory is elsewhere than at the capture, where the answer is what departs.
     """
 
@@ -57,6 +58,7 @@ class Departure:
     missing: tuple[str, ...] = ()
     script_error: str | None = None
     compiler: str | None = None
+    assumption: str | None = None
     moved: tuple[str, ...] = ()
 
     @property
@@ -66,6 +68,8 @@ class Departure:
         if self.op is not None and self.op_difference is not None:
             found.append(f"  first op: {self.op}: {str(self.op_difference).strip()}")
         found.append(f"  {self.meaning}")
+        if self.assumption is not None:
+            found.append(f"  {self.assumption}")
         if self.script is not None:
             first = f" (first {' and '.join(self.missing)})" if self.missing else ""
             found.append(f"  python {self.script} shows it{first}")

@@ -330,7 +330,8 @@ class _Verifier:
         """Find the first op that the original runs otherwise than its trace."""
         traced = self.through(op_by_op(compiled, inputs_now(compiled)), call)
         wrong = self.first_op_apart(call, kept, traced, "the trace")
-        departure = Departure("trace", "the trace, run op by op", difference)
+        assumption = compiled.state.departure()
+        departure = Departure("trace", "the trace, run op by op", difference, assumption=assumption)
         return departure if wrong is None else replace(departure, op=wrong.name, op_difference=wrong.difference)
 
     def departed_original(self, call: Call, kept: Kept, eager: _Outcome) -> Departure | None:
